@@ -1,0 +1,47 @@
+"""GradientMail: train one model on many independent machines that share a folder or a bucket.
+
+Each machine trains alone; a fragment of the model at a time, machines exchange through a mailbox
+how far they moved. Put ``with gradientmail.Session(...) as session:`` around a training loop and
+call ``session.step(samples=...)`` after every optimizer step.
+"""
+
+from gradientmail import events
+from gradientmail.algorithm.diloco import ByBytes, DiLoCo, Rda, Strided, WeightedMean
+from gradientmail.errors import (
+    GradientMailError,
+    LearnerReplaced,
+    MailboxUnavailable,
+    MissingExtra,
+    PayloadCorrupt,
+    ProtocolError,
+    RunConfigMismatch,
+    SchemaMismatch,
+    SessionClosed,
+)
+from gradientmail.mailbox.base import Mailbox
+from gradientmail.mailbox.filesystem import FilesystemMailbox
+from gradientmail.mailbox.memory import MemoryMailbox
+from gradientmail.session import Session, align
+
+__all__ = [
+    "ByBytes",
+    "DiLoCo",
+    "FilesystemMailbox",
+    "GradientMailError",
+    "LearnerReplaced",
+    "Mailbox",
+    "MailboxUnavailable",
+    "MemoryMailbox",
+    "MissingExtra",
+    "PayloadCorrupt",
+    "ProtocolError",
+    "Rda",
+    "RunConfigMismatch",
+    "SchemaMismatch",
+    "Session",
+    "SessionClosed",
+    "Strided",
+    "WeightedMean",
+    "align",
+    "events",
+]

@@ -1,0 +1,256 @@
+"""How the contributions to a round become one delta (decoupled DiLoCo, arXiv 2604.21428).
+
+A contribution's weight is ``w = tokens² / steps``. Per tensor, norms Euclidean and float64:
+
+* weighted mean: ``Δ = Σ wᵢ·vᵢ / Σ wᵢ``
+* RDA: ``Δ = (Σ wᵢ‖vᵢ‖ / Σ wᵢ) · φ(Σ wᵢ·φ(vᵢ) / Σ wᵢ)`` with ``φ(x) = x / max(‖x‖, 1e-12)``
+
+Both are linear in the tensors once the norms are known, so a contribution is folded in when it
+arrives and let go. Written with ``pᵢ = wᵢ / Σ wᵢ``, ``αᵢ = pᵢ / max(‖vᵢ‖, 1e-12)`` and
+``S = Σ αᵢ·vᵢ``, RDA is ``Δ = (Σ pᵢ‖vᵢ‖ / max(‖S‖, 1e-12)) · S``.
+
+``S`` is summed in fp32. When its length is within that sum's rounding, the directions cancel and
+it counts as zero: ``φ`` would otherwise blow the noise up to full length.
+
+The record's ``cosine`` is the mean over pairs of the cosine between whole fragments. With ``uᵢ``
+the unit vectors (zero for a zero vector), ``k`` of them not zero, and ``U = Σ uᵢ``, that is
+``(‖U‖² − k) / (n(n−1))``.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradientmail.algorithm.diloco import Rda, WeightedMean
+from gradientmail.algorithm.precision import Take, fp32_array
+from gradientmail.backend.base import Array, Backend, Combination
+from gradientmail.schema import TensorSpec
+
+EPSILON = 1e-12
+"""``φ`` divides by no less than this."""
+
+NOISE = 2.0**-23
+"""Rounding of an fp32 sum of ``n`` unit vectors, a term: ``(n + 1)·NOISE`` bounds all of it."""
+
+WEIGHTS = (1e-100, 1e100)
+"""The least and the largest weight; ``tokens² / steps`` of 64-bit counts lies well within."""
+
+CANCELLING = 0.1
+"""Below this share of the largest possible ``‖S‖`` its square is not taken from a dot product."""
+
+
+def contribution_weight(tokens: int, steps: int) -> float:
+    """``tokens² / steps``; 0 for a contribution that counts nothing."""
+    return tokens * tokens / steps if steps > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What the contributions so far come to.
+
+    ``deltas`` refers to the fold's arrays: it is good until the next ``add``.
+    ``cosine`` is None with fewer than two contributions.
+    """
+
+    deltas: Mapping[str, Combination]
+    cosine: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Contribution:
+    """One of the first two, kept as it came."""
+
+    arrays: Mapping[str, Array]
+    weight: float
+    norms: Mapping[str, float]
+
+
+class Fold:
+    """The contributions to one round of one fragment, folded into one delta as they arrive.
+
+    The first two are kept as they came, and their merge is a combination of their own arrays. A
+    third moves all into two accumulators, so memory does not grow with the number that follow.
+    Not safe to use from several threads at once.
+    """
+
+    def __init__(
+        self,
+        merge: Rda | WeightedMean,
+        specs: Sequence[TensorSpec],
+        backend: Backend,
+        take: Take,
+    ) -> None:
+        """Fold contributions to the tensors ``specs``, in buffers of ``take`` where needed."""
+        self._specs = tuple(specs)
+        self._backend = backend
+        self._take = take
+        self._direct = {spec.name: _is_direct(merge, spec.name) for spec in self._specs}
+        self._kept: list[_Contribution] = []
+        self._dots: dict[str, float] = {}
+        self._sums: _Sums | None = None
+        self.count = 0
+
+    def add(self, arrays: Mapping[str, Array], weight: float) -> bool:
+        """Fold in one contribution: F32, F16 or BF16 arrays by name, and its weight.
+
+        The arrays of the first two are held and only read; later ones are free afterwards.
+        False, changing nothing, when a value is NaN or infinite. ``ValueError`` for a weight
+        out of ``WEIGHTS``.
+        """
+        if not WEIGHTS[0] <= weight <= WEIGHTS[1]:
+            raise ValueError(
+                f"a contribution's weight must be positive, {WEIGHTS[0]:g} to {WEIGHTS[1]:g}, "
+                f"not {weight!r}"
+            )
+        squares = {
+            spec.name: self._backend.sum_of_squares(arrays[spec.name]) for spec in self._specs
+        }
+        if not all(map(math.isfinite, squares.values())):
+            return False
+        new = _Contribution(arrays, weight, {name: math.sqrt(s) for name, s in squares.items()})
+        if self.count == 1:
+            first = self._kept[0].arrays
+            self._dots = {name: self._backend.dot(first[name], arrays[name]) for name in squares}
+        if self.count < 2:
+            self._kept.append(new)
+        else:
+            self._sum_up(new)
+        self.count += 1
+        return True
+
+    def merged(self) -> Merged:
+        """The merge of what was added so far; ``ValueError`` when that is nothing."""
+        if not self.count:
+            raise ValueError("there is no contribution to merge")
+        if self._sums is not None:
+            return self._sums.merged(self.count)
+        names = [spec.name for spec in self._specs]
+        total = sum(kept.weight for kept in self._kept)
+        shares = [kept.weight / total for kept in self._kept]
+        deltas = {spec.name: self._combination(spec, shares) for spec in self._specs}
+        if self.count == 1:
+            return Merged(deltas, None)
+        squares = [math.fsum(kept.norms[name] ** 2 for name in names) for kept in self._kept]
+        length = math.sqrt(squares[0]) * math.sqrt(squares[1])
+        cosine = math.fsum(self._dots.values()) / length if length else 0.0
+        return Merged(deltas, min(max(cosine, -1.0), 1.0))
+
+    def _sum_up(self, new: _Contribution) -> None:
+        if self._sums is None:
+            self._sums = _Sums(self._specs, self._direct, self._backend, self._take)
+            for kept in self._kept:
+                self._sums.add(kept)
+            self._kept = []
+        self._sums.add(new)
+
+    def _combination(self, spec: TensorSpec, shares: list[float]) -> Combination:
+        """The merge of one tensor of the one or two contributions kept."""
+        name = spec.name
+        norms = [kept.norms[name] for kept in self._kept]
+        arrays = [kept.arrays[name] for kept in self._kept]
+        if self._direct[name]:
+            return _terms(shares, norms, arrays)
+        scales = [share / max(norm, EPSILON) for share, norm in zip(shares, norms, strict=True)]
+        lengths = [scale * norm for scale, norm in zip(scales, norms, strict=True)]
+        radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
+        square = sum(length**2 for length in lengths)
+        if len(scales) > 1:
+            square += 2.0 * scales[0] * scales[1] * self._dots[name]
+        if square < (CANCELLING * sum(lengths)) ** 2:
+            return self._cancelling(spec, _terms(scales, norms, arrays), radius, sum(lengths))
+        gain = radius / max(math.sqrt(square), EPSILON)
+        return _terms([scale * gain for scale in scales], norms, arrays)
+
+    def _cancelling(
+        self, spec: TensorSpec, terms: Combination, radius: float, most: float
+    ) -> Combination:
+        """Two nearly opposite directions: sum them once, and measure what is left."""
+        total = fp32_array(self._backend, spec, self._take)
+        self._backend.combine(terms, total)
+        norm = math.sqrt(self._backend.sum_of_squares(total))
+        return _directed(total, norm, radius, most, count=2)
+
+
+class _Sums:
+    """Three contributions or more: for each tensor what they sum to, and nothing of their own.
+
+    Coefficients are shares ``w / reference``, the reference being the power of two over all
+    weights so far. So the sums stay within the largest contribution, and rescaling is exact.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        direct: Mapping[str, bool],
+        backend: Backend,
+        take: Take,
+    ) -> None:
+        self._specs = specs
+        self._direct = direct
+        self._backend = backend
+        self._totals = {spec.name: fp32_array(backend, spec, take) for spec in specs}
+        self._units = {spec.name: fp32_array(backend, spec, take) for spec in specs}
+        self._weight = self._reference = 0.0
+        # Σ (w / reference)·‖v‖ and Σ (w / reference)·‖φ(v)‖ of each tensor.
+        self._radii = dict.fromkeys(self._totals, 0.0)
+        self._most = dict.fromkeys(self._totals, 0.0)
+        self._count = self._nonzero = 0
+
+    def add(self, new: _Contribution) -> None:
+        self._weight += new.weight
+        reference = math.ldexp(1.0, math.frexp(self._weight)[1])
+        keep = self._reference / reference
+        self._reference, share = reference, new.weight / reference
+        length = math.sqrt(math.fsum(norm**2 for norm in new.norms.values()))
+        for name, norm in new.norms.items():
+            unit = max(norm, EPSILON)
+            self._radii[name] = self._radii[name] * keep + share * norm
+            self._most[name] = self._most[name] * keep + share * (norm / unit)
+            scale = share if self._direct[name] else share / unit
+            self._backend.accumulate(
+                self._totals[name], new.arrays[name], keep=keep, scale=scale if norm else 0.0
+            )
+            self._backend.accumulate(
+                self._units[name],
+                new.arrays[name],
+                keep=float(self._count > 0),
+                scale=1.0 / length if norm else 0.0,
+            )
+        self._count += 1
+        self._nonzero += length > 0.0
+
+    def merged(self, count: int) -> Merged:
+        deltas = {spec.name: self._combination(spec.name, count) for spec in self._specs}
+        square = math.fsum(map(self._backend.sum_of_squares, self._units.values()))
+        cosine = (square - self._nonzero) / (count * (count - 1))
+        return Merged(deltas, min(max(cosine, -1.0), 1.0))
+
+    def _combination(self, name: str, count: int) -> Combination:
+        total, back = self._totals[name], self._reference / self._weight
+        if self._direct[name]:
+            return ((back, total),)
+        norm = math.sqrt(self._backend.sum_of_squares(total)) * back
+        radius, most = self._radii[name] * back, self._most[name] * back
+        return _directed(total, norm, radius, most, count, back)
+
+
+def _is_direct(merge: Rda | WeightedMean, name: str) -> bool:
+    return isinstance(merge, WeightedMean) or merge.direct_pattern in name.lower()
+
+
+def _terms(scales: Sequence[float], norms: Sequence[float], arrays: Sequence[Array]) -> Combination:
+    """The combination without the tensors that are zero."""
+    terms = zip(scales, norms, arrays, strict=True)
+    return tuple((scale, array) for scale, norm, array in terms if norm)
+
+
+def _directed(
+    total: Array, norm: float, radius: float, most: float, count: int, back: float = 1.0
+) -> Combination:
+    """``radius·φ(S)`` for ``S = back·total`` of length ``norm``; zero when that is rounding.
+
+    ``most`` is the length that S would have if all directions agreed.
+    """
+    if norm <= (count + 1) * NOISE * most:
+        return ()
+    return ((radius * back / max(norm, EPSILON), total),)

@@ -1,0 +1,135 @@
+"""The outer step: a fragment's merged delta becomes its next version.
+
+Nesterov momentum in fp32, as DiLoCo has it (arXiv 2311.08105; its defaults lr 0.7, momentum 0.9)::
+
+    m ← β·m + Δ        master ← master − η·(Δ + β·m)
+
+Deltas point from the anchor to the learner, with the sign of a gradient: ``anchor − θ``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradientmail.algorithm.precision import (
+    Take,
+    decode_tensors,
+    encode_difference,
+)
+from gradientmail.backend.base import Array, Backend, Combination
+from gradientmail.schema import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentState:
+    """A committed version of one fragment, by payload names.
+
+    ``theta``: the parameters in their own dtypes. ``outer``: ``momentum.<name>`` and, where theta
+    is not the master itself, ``master.<name>``; empty for Θ⁰ (zero momentum, theta the master).
+    """
+
+    theta: Mapping[str, Array]
+    outer: Mapping[str, Array]
+
+    def momentum(self, name: str) -> Array | None:
+        """The fp32 momentum of a parameter, None for zero."""
+        return self.outer.get(f"momentum.{name}")
+
+    def master(self, name: str) -> Array:
+        """The parameter as the outer step reads it: its fp32 master, or theta."""
+        return self.outer.get(f"master.{name}", self.theta[name])
+
+
+@dataclass(frozen=True, slots=True)
+class OuterStep:
+    """The outer optimizer of a run: learning rate η, momentum β, precision of its commits."""
+
+    lr: float
+    momentum: float
+    commit_dtype: str | None
+
+    def __call__(
+        self,
+        backend: Backend,
+        specs: Sequence[TensorSpec],
+        old: FragmentState,
+        deltas: Mapping[str, Combination],
+        *,
+        new: FragmentState,
+        update: Mapping[str, Array],
+        final: bool,
+        take: Take,
+    ) -> None:
+        """Write the next version of the fragment ``specs`` into the arrays of ``new``.
+
+        ``new.theta`` has the arrays of ``theta_specs``, ``new.outer`` those of ``outer_specs``;
+        ``update`` those of ``update_specs``, none without a ``commit_dtype``. No array of ``old``
+        or of ``deltas`` may be among them. With ``final`` the step is ``master − Δ`` and the
+        momentum stays.
+        """
+        for spec in specs:
+            step = self._final_step if final else self._nesterov_step
+            step(backend, spec.name, old, deltas[spec.name], new)
+            if self.commit_dtype is not None:
+                self._commit_update(backend, spec, old, new, update, take)
+            elif spec.dtype != "F32":
+                backend.encode(new.master(spec.name), spec.dtype, new.theta[spec.name], None)
+
+    def _nesterov_step(
+        self,
+        backend: Backend,
+        name: str,
+        old: FragmentState,
+        delta: Combination,
+        new: FragmentState,
+    ) -> None:
+        backend.nesterov(
+            delta,
+            old.momentum(name),
+            old.master(name),
+            beta=self.momentum,
+            lr=self.lr,
+            new_momentum=new.outer[f"momentum.{name}"],
+            new_master=new.master(name),
+        )
+
+    def _final_step(
+        self,
+        backend: Backend,
+        name: str,
+        old: FragmentState,
+        delta: Combination,
+        new: FragmentState,
+    ) -> None:
+        momentum, kept = new.outer[f"momentum.{name}"], old.momentum(name)
+        backend.combine(delta, momentum)
+        backend.subtract(old.master(name), momentum, new.master(name))
+        backend.combine(() if kept is None else ((1.0, kept),), momentum)
+
+    def _commit_update(
+        self,
+        backend: Backend,
+        spec: TensorSpec,
+        old: FragmentState,
+        new: FragmentState,
+        update: Mapping[str, Array],
+        take: Take,
+    ) -> None:
+        """Θ becomes what a holder of the old Θ rebuilds; what rounding lost stays in the master."""
+        master = {spec.name: new.master(spec.name)}
+        encode_difference(backend, master, old.theta, [spec], self.commit_dtype, update, take)
+        apply_update(backend, [spec], old.theta, update, self.commit_dtype, new.theta, take)
+
+
+def apply_update(
+    backend: Backend,
+    specs: Sequence[TensorSpec],
+    theta: Mapping[str, Array],
+    update: Mapping[str, Array],
+    commit_dtype: str | None,
+    out: Mapping[str, Array],
+    take: Take,
+) -> None:
+    """``Θ_new = Θ_old + decoded update`` in the parameters' dtypes, the same bytes on every node."""
+    for spec in specs:
+        decoded = decode_tensors(backend, update, commit_dtype, [spec], take)
+        backend.add(theta[spec.name], decoded[spec.name], out[spec.name])

@@ -1,0 +1,137 @@
+"""Which tensors a payload holds, and at which precision (SPEC section 4's table of formats).
+
+Quantized formats carry their scales beside the data, as ``<name>.scale``.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from gradientmail.backend.base import Array, Backend
+from gradientmail.schema import TensorSpec
+
+BLOCK = 32
+"""Elements of an ``F4`` tensor that share one scale."""
+
+QUANTIZED = ("F8_E4M3", "F4")
+"""The formats that need a scale."""
+
+type Take = Callable[[int], memoryview]
+"""Gives a writable buffer of exactly that many bytes (``BufferPool.take``)."""
+
+
+def scale_name(name: str) -> str:
+    """The name of the scales of the tensor ``name`` in a payload."""
+    return f"{name}.scale"
+
+
+def theta_specs(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """The payload of a fragment's parameters: each in its own dtype."""
+    return tuple(specs)
+
+
+def delta_specs(specs: Iterable[TensorSpec], dtype: str | None) -> tuple[TensorSpec, ...]:
+    """The payload of deltas of these parameters at ``dtype``, ``None`` being each one's own.
+
+    Raises ``ValueError`` when a parameter has the name that another one's scales need.
+    """
+    found = [part for spec in specs for part in _encoded_specs(spec, dtype)]
+    names = [spec.name for spec in found]
+    if len(set(names)) != len(names):
+        taken = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(
+            f"the parameter {taken[0]!r} has the name that the scales of another parameter need at "
+            f"{dtype}; rename it, or choose F32, F16 or BF16"
+        )
+    return tuple(found)
+
+
+def update_specs(specs: Iterable[TensorSpec], dtype: str | None) -> tuple[TensorSpec, ...]:
+    """The payload of a commit's update; no tensor when commits carry none (``None``)."""
+    return () if dtype is None else delta_specs(specs, dtype)
+
+
+def outer_specs(specs: Iterable[TensorSpec], *, commit_dtype: str | None) -> tuple[TensorSpec, ...]:
+    """The payload of the outer state: fp32 momentum, and the fp32 master where theta is not it.
+
+    Theta is the master itself when the parameter is F32 and commits carry no update.
+    """
+    found = []
+    for spec in specs:
+        found.append(TensorSpec(f"momentum.{spec.name}", "F32", spec.shape))
+        if spec.dtype != "F32" or commit_dtype is not None:
+            found.append(TensorSpec(f"master.{spec.name}", "F32", spec.shape))
+    return tuple(found)
+
+
+def encode_tensors(
+    backend: Backend,
+    arrays: Mapping[str, Array],
+    specs: Iterable[TensorSpec],
+    dtype: str | None,
+    out: Mapping[str, Array],
+) -> None:
+    """Write F32 ``arrays`` at ``dtype`` into ``out``, the arrays of ``delta_specs``."""
+    for spec in specs:
+        scale = out[scale_name(spec.name)] if dtype in QUANTIZED else None
+        backend.encode(arrays[spec.name], dtype or spec.dtype, out[spec.name], scale)
+
+
+def encode_difference(
+    backend: Backend,
+    left: Mapping[str, Array],
+    right: Mapping[str, Array],
+    specs: Iterable[TensorSpec],
+    dtype: str | None,
+    out: Mapping[str, Array],
+    take: Take,
+) -> None:
+    """Write ``left − right`` at ``dtype`` into ``out``, the arrays of ``delta_specs``.
+
+    ``left`` and ``right`` are F32, F16 or BF16. Without quantization ``out`` may be ``right``.
+    """
+    for spec in specs:
+        x, y = left[spec.name], right[spec.name]
+        if dtype not in QUANTIZED:
+            backend.subtract(x, y, out[spec.name])
+            continue
+        difference = fp32_array(backend, spec, take)
+        backend.subtract(x, y, difference)
+        backend.encode(difference, dtype, out[spec.name], out[scale_name(spec.name)])
+
+
+def decode_tensors(
+    backend: Backend,
+    arrays: Mapping[str, Array],
+    dtype: str | None,
+    specs: Sequence[TensorSpec],
+    take: Take,
+) -> dict[str, Array]:
+    """The tensors of a payload of ``delta_specs``, as arrays that the arithmetic takes.
+
+    F32, F16 and BF16 are the arrays given, not copied; quantized ones are decoded into F32 ones.
+    """
+    if dtype not in QUANTIZED:
+        return {spec.name: arrays[spec.name] for spec in specs}
+    decoded = {}
+    for spec in specs:
+        decoded[spec.name] = fp32_array(backend, spec, take)
+        scale = arrays[scale_name(spec.name)]
+        backend.decode(arrays[spec.name], dtype, scale, decoded[spec.name])
+    return decoded
+
+
+def fp32_array(backend: Backend, spec: TensorSpec, take: Take) -> Array:
+    """An F32 array of the parameter's shape in a buffer of ``take``, with whatever content."""
+    return backend.array(take(4 * spec.count), "F32", spec.shape)
+
+
+def _encoded_specs(spec: TensorSpec, dtype: str | None) -> list[TensorSpec]:
+    if dtype is None:
+        return [spec]
+    if dtype == "F8_E4M3":
+        scale = TensorSpec(scale_name(spec.name), "F32", ())
+        return [TensorSpec(spec.name, dtype, spec.shape), scale]
+    if dtype == "F4":
+        blocks = -(-spec.count // BLOCK)
+        scale = TensorSpec(scale_name(spec.name), "F8_E8M0", (blocks,))
+        return [TensorSpec(spec.name, dtype, (blocks * BLOCK,)), scale]
+    return [TensorSpec(spec.name, dtype, spec.shape)]

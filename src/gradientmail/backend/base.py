@@ -1,0 +1,138 @@
+"""What a framework does for GradientMail: reads and writes a model, and does the arithmetic.
+
+Two halves. ``Parameters`` is one model, touched by its training thread. ``Backend`` is arithmetic
+over host memory, called from any thread, one call at a time on the same arrays; its arrays are
+views of buffers that the caller owns, and every result is written into an array that the caller
+passes, so that a tensor has one place in memory from the model to the store.
+
+Arrays are contiguous. Large ones are worked on in chunks that stay in the processor's cache, on
+the calling thread alone: the exchange leaves the other cores to the training. Sums are float64.
+Equal inputs give equal bytes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gradientmail.schema import Schema
+
+type Array = Any
+"""A tensor of the backend's framework (``torch.Tensor``, ``numpy.ndarray``, …)."""
+
+type Combination = Sequence[tuple[float, Array]]
+"""The tensor ``Σ cᵢ·xᵢ``, one or two terms; no term is the zero tensor."""
+
+
+class Parameters(ABC):
+    """The exchanged parameters of one model: trainable ones, tied ones once."""
+
+    schema: Schema
+
+    @abstractmethod
+    def capture(self, arrays: Mapping[str, Array]) -> Callable[[], None]:
+        """Copy the parameters named by ``arrays`` into them (same dtypes and shapes).
+
+        Training thread. The copy is of this moment whatever the caller does to the parameters
+        afterwards. It is complete when the returned function has returned, which may be called
+        from any thread (on CUDA the copy runs on; on the CPU it is complete at once).
+        """
+
+    @abstractmethod
+    def stage(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Bring host ``arrays`` to where ``apply`` needs them. Any thread; may take a while."""
+
+    @abstractmethod
+    def apply(self, staged: Mapping[str, Array], *, mixing: float = 0.0) -> None:
+        """Write ``mixing·θ + (1−mixing)·Θ`` into the parameters, Θ being what was staged.
+
+        Training thread. In place: storage, ``requires_grad`` and optimizer state stay as they
+        are, and autograd does not notice. Does not wait for the device.
+        """
+
+    @abstractmethod
+    def not_finite(self) -> list[str]:
+        """Names of the parameters that hold a NaN or an infinity. Training thread."""
+
+
+class Backend(ABC):
+    """Arithmetic over host memory in one framework."""
+
+    name: str
+
+    @abstractmethod
+    def bind(self, model: object) -> Parameters:
+        """The exchanged parameters of ``model``; ``ValueError`` or ``TypeError`` naming what is wrong."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> memoryview:
+        """Fresh host memory that copies to and from the model's device are fast with."""
+
+    @abstractmethod
+    def array(self, buffer: memoryview, dtype: str, shape: tuple[int, ...]) -> Array:
+        """A view of ``buffer``, which is exactly the data of a tensor of this dtype and shape.
+
+        It keeps ``buffer`` alive. For ``F4`` the shape counts elements, two a byte, and the array
+        is one of bytes. The buffer may be read-only; then the array is only read.
+        """
+
+    @abstractmethod
+    def subtract(self, left: Array, right: Array, out: Array) -> None:
+        """``out = left − right``, computed in fp32 and rounded to ``out``'s dtype (nearest even).
+
+        All of one shape, F32, F16 or BF16 each; ``out`` may be ``right``.
+        """
+
+    @abstractmethod
+    def add(self, left: Array, right: Array, out: Array) -> None:
+        """``out = left + right``, computed in fp32 and rounded to ``out``'s dtype (nearest even)."""
+
+    @abstractmethod
+    def sum_of_squares(self, x: Array) -> float:
+        """``Σ x²`` in float64 of an F32, F16 or BF16 array; not finite exactly when an element is not."""
+
+    @abstractmethod
+    def dot(self, x: Array, y: Array) -> float:
+        """``Σ x·y`` in float64 of two F32, F16 or BF16 arrays with finite elements."""
+
+    @abstractmethod
+    def accumulate(self, out: Array, x: Array, *, keep: float, scale: float) -> None:
+        """``out = keep·out + scale·x`` for an F32 ``out``; with ``keep == 0`` out is not read.
+
+        Each product is rounded to fp32 before the sum, so that exact opposites cancel exactly.
+        ``scale`` may lie outside fp32's range; the result must be right as long as it is in it.
+        """
+
+    @abstractmethod
+    def combine(self, delta: Combination, out: Array) -> None:
+        """``out = Σ cᵢ·xᵢ`` (F32 ``out``), each product rounded before the sum; zero with no term."""
+
+    @abstractmethod
+    def nesterov(
+        self,
+        delta: Combination,
+        momentum: Array | None,
+        master: Array,
+        *,
+        beta: float,
+        lr: float,
+        new_momentum: Array,
+        new_master: Array,
+    ) -> None:
+        """``m' = β·m + Δ`` and ``master' = master − lr·(Δ + β·m')``, in fp32, in one pass.
+
+        ``momentum=None`` is zero. ``master`` may be F32, F16 or BF16 (read as fp32); the outputs
+        are F32 and distinct from the inputs.
+        """
+
+    @abstractmethod
+    def encode(self, x: Array, dtype: str, data: Array, scale: Array | None) -> None:
+        """Write the F32 array ``x`` as ``dtype`` into ``data`` (SPEC section 4's table of formats).
+
+        ``F32``, ``F16``, ``BF16``: rounded to nearest even, no ``scale``. ``F8_E4M3``: ``scale`` is
+        F32 of shape (). ``F4``: ``data`` and ``scale`` are bytes, half as many and one in 32 of the
+        padded element count.
+        """
+
+    @abstractmethod
+    def decode(self, data: Array, dtype: str, scale: Array | None, out: Array) -> None:
+        """The exact inverse reading of ``encode``, into the F32 array ``out``."""

@@ -1,0 +1,80 @@
+"""Copies between one CUDA device and host memory, beside the training.
+
+Order is kept by streams and events, never by waiting for the device on the training thread:
+
+* Down: the parameters are cloned on the device, on the stream that the training uses, so after
+  whatever it queued there and before whatever it queues next (the next optimizer step). A side
+  stream waits for the clones and copies them out while the training goes on. Making the training
+  wait for the copy out instead would stall the device for the whole transfer, 20 to 50 times a
+  clone's time. When there is no memory for the clones that is what happens.
+* Up: a side stream copies to new device tensors, and the calling thread, never the training
+  thread, waits until they are complete. What the training stream does with them later needs no
+  event; it only must tell the allocator that it uses them.
+
+``torch.cuda`` is an argument: a test may pass one that records what is asked of it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class DeviceCopies:
+    """The side streams of one device. ``download`` and ``upload`` may run at the same time."""
+
+    def __init__(self, cuda: Any, device: Any) -> None:
+        """Make the streams; ``cuda`` is ``torch.cuda`` or stands in for it."""
+        self._cuda = cuda
+        self._device = device
+        self._down = cuda.Stream(device)
+        self._up = cuda.Stream(device)
+        # What copies under way write to, kept from reuse even if nobody waits for them.
+        self._under_way: deque[tuple[Any, Sequence[Any]]] = deque()
+
+    def download(self, sources: Sequence[Any], hosts: Sequence[Any]) -> Callable[[], None]:
+        """Copy ``sources`` as they are now into ``hosts`` (pinned, to run on beside the training).
+
+        Training thread. The copy is complete when the returned function has returned.
+        """
+        current = self._cuda.current_stream(self._device)
+        clones = self._clones(sources)
+        self._down.wait_stream(current)
+        done = self._cuda.Event()
+        with self._cuda.stream(self._down):
+            for source, host in zip(clones or sources, hosts, strict=True):
+                host.copy_(source, non_blocking=True)
+            done.record(self._down)
+        if clones is None:
+            current.wait_event(done)
+        else:
+            self._used_on(clones, self._down)
+        while self._under_way and self._under_way[0][0].query():
+            self._under_way.popleft()
+        self._under_way.append((done, hosts))
+        return done.synchronize
+
+    def upload(self, hosts: Sequence[Any]) -> list[Any]:
+        """Device copies of ``hosts``, complete on return. Any thread but the training's."""
+        done = self._cuda.Event()
+        with self._cuda.stream(self._up):
+            staged = [host.to(self._device, non_blocking=True) for host in hosts]
+            done.record(self._up)
+        done.synchronize()
+        return staged
+
+    def use(self, staged: Sequence[Any]) -> None:
+        """Say that the stream of the calling (training) thread reads what ``upload`` returned."""
+        self._used_on(staged, self._cuda.current_stream(self._device))
+
+    def _clones(self, sources: Sequence[Any]) -> list[Any] | None:
+        """Contiguous copies on the current stream, None when the device has no room for them."""
+        try:
+            return [source.new_empty(source.shape).copy_(source) for source in sources]
+        except self._cuda.OutOfMemoryError:
+            return None
+
+    @staticmethod
+    def _used_on(tensors: Sequence[Any], stream: Any) -> None:
+        """Keep the allocator from handing out these tensors' memory while ``stream`` reads it."""
+        for tensor in tensors:
+            tensor.record_stream(stream)

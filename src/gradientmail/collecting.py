@@ -1,0 +1,137 @@
+"""One round's contributions: judged, fetched, checked and folded in as they appear."""
+
+import asyncio
+from collections.abc import Callable
+
+from gradientmail.algorithm.merge import Fold, contribution_weight
+from gradientmail.algorithm.precision import decode_tensors
+from gradientmail.backend.base import Backend
+from gradientmail.clock import Offload
+from gradientmail.errors import PayloadCorrupt, ProtocolError
+from gradientmail.events import Event, SnapshotRejected
+from gradientmail.exchange import layout
+from gradientmail.exchange.exchange import Exchange, Payload
+from gradientmail.exchange.records import Participant, SnapshotRecord, expect_key
+from gradientmail.run import Fragment, Run, payload_arrays
+
+
+def judge(record: SnapshotRecord, *, digest: str, base_version: int) -> tuple[str, str] | None:
+    """Why a snapshot cannot be merged, as its record alone shows: reason and detail, or None."""
+    if record.steps <= 0 or record.tokens <= 0:
+        return "zero_steps", f"{record.steps} steps and {record.tokens} tokens"
+    if record.schema_digest != digest:
+        return "schema", "it was made from a model with another schema"
+    if record.base_version != base_version:
+        return (
+            "stale",
+            f"it starts from version {record.base_version}, the fragment is at {base_version}",
+        )
+    return None
+
+
+class Collector:
+    """The contributions to one round. Used on the loop's thread."""
+
+    def __init__(
+        self,
+        run: Run,
+        exchange: Exchange,
+        *,
+        number: int,
+        backend: Backend,
+        offload: Offload,
+        announce: Callable[[Event], None],
+    ) -> None:
+        """An empty collection for round ``number``."""
+        self.number = number
+        self.fragment: Fragment = run.fragments[run.schedule.fragment(number)]
+        self.base_version = run.schedule.version(number) - 1
+        self.accepted: dict[str, SnapshotRecord] = {}
+        self.rejected: dict[str, str] = {}
+        self.fold = Fold(run.algorithm.merge, self.fragment.specs, backend, exchange.take)
+        self._run = run
+        self._exchange = exchange
+        self._backend = backend
+        self._offload = offload
+        self._announce = announce
+
+    @property
+    def reported(self) -> set[str]:
+        """Every learner whose snapshot was judged."""
+        return self.accepted.keys() | self.rejected.keys()
+
+    @property
+    def all_final(self) -> bool:
+        """Whether every contribution is a learner's last."""
+        return bool(self.accepted) and all(record.final for record in self.accepted.values())
+
+    def participants(self) -> tuple[Participant, ...]:
+        """The accepted contributions, sorted by learner."""
+        return tuple(
+            Participant(
+                learner=learner,
+                local_step=record.local_step,
+                steps=record.steps,
+                tokens=record.tokens,
+                weight=contribution_weight(record.tokens, record.steps),
+            )
+            for learner, record in sorted(self.accepted.items())
+        )
+
+    def step_seconds(self) -> float | None:
+        """Mean time of a step over the contributions that know it."""
+        known = [r.step_seconds for r in self.accepted.values() if r.step_seconds is not None]
+        return sum(known) / len(known) if known else None
+
+    async def take(self, learner: str, raw: bytes) -> None:
+        """Judge one snapshot and fold it in, or reject it."""
+        try:
+            record = SnapshotRecord.from_bytes(raw)
+            expect_key(record, layout.snapshot_key(self.number, learner))
+        except ProtocolError as error:
+            self._reject(learner, "corrupt", str(error))
+            return
+        verdict = judge(record, digest=self._run.digest, base_version=self.base_version)
+        if verdict is None:
+            verdict = await self._fold_in(record)
+        if verdict is not None:
+            self._reject(learner, *verdict)
+        else:
+            self.accepted[learner] = record
+
+    async def _fold_in(self, record: SnapshotRecord) -> tuple[str, str] | None:
+        try:
+            payload = await self._exchange.fetch(record.payload, self.fragment.delta)
+        except PayloadCorrupt as error:
+            return "corrupt", str(error)
+        if payload is None:
+            return "missing", f"{record.payload.key} does not exist"
+        weight = contribution_weight(record.tokens, record.steps)
+        if not await self._offload(self._add, payload, weight):
+            return "corrupt", f"{record.payload.key} holds values that are not finite"
+        return None
+
+    def _add(self, payload: Payload, weight: float) -> bool:
+        arrays = decode_tensors(
+            self._backend,
+            payload_arrays(self._backend, payload),
+            self._run.algorithm.delta_dtype,
+            self.fragment.specs,
+            self._exchange.take,
+        )
+        return self.fold.add(arrays, weight)
+
+    def _reject(self, learner: str, reason: str, detail: str) -> None:
+        self.rejected[learner] = reason
+        self._announce(
+            SnapshotRejected(round=self.number, learner=learner, reason=reason, detail=detail)
+        )
+
+
+async def take_new(collector: Collector, found: dict[str, bytes]) -> bool:
+    """Take in what the watch has found and the collector has not judged; whether there was any."""
+    fresh = sorted(found.keys() - collector.reported)
+    for learner in fresh:
+        await collector.take(learner, found[learner])
+        await asyncio.sleep(0)
+    return bool(fresh)

@@ -1,0 +1,337 @@
+"""The loop half of the learner: publishes its snapshots and brings commits."""
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from time import perf_counter
+
+from gradientmail.algorithm.outer import apply_update
+from gradientmail.algorithm.precision import encode_difference
+from gradientmail.backend.base import Array, Backend, Parameters
+from gradientmail.clock import Clock, Offload
+from gradientmail.errors import PayloadCorrupt
+from gradientmail.events import Event, SnapshotPublished, TaskFailed
+from gradientmail.exchange import layout
+from gradientmail.exchange.exchange import Exchange, Payload, Sealed
+from gradientmail.exchange.payload import sha256_hex
+from gradientmail.exchange.records import RoundRecord, SnapshotRecord, Update
+from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
+from gradientmail.run import Fragment, Run, arrays_over, flat_arrays, payload_arrays
+from gradientmail.watch import Signal, Watch
+
+PAGE = 4096
+
+
+class Courier:
+    """Carries between the learner's handoff and the mailbox. Used on the loop's thread."""
+
+    def __init__(
+        self,
+        run: Run,
+        exchange: Exchange,
+        watch: Watch,
+        handoff: Handoff,
+        *,
+        backend: Backend,
+        parameters: Parameters,
+        versions: list[Version],
+        learner: str,
+        clock: Clock,
+        offload: Offload,
+        announce: Callable[[Event], None],
+    ) -> None:
+        """``versions`` are what the model holds at ``watch.next_round − 1``."""
+        self._run = run
+        self._exchange = exchange
+        self._watch = watch
+        self._handoff = handoff
+        self._backend = backend
+        self._parameters = parameters
+        self._versions = list(versions)
+        self._learner = learner
+        self._clock = clock
+        self._offload = offload
+        self._announce = announce
+        self._posted = watch.next_round - 1
+        self._last_published = -1
+        self._mine: dict[int, Payload] = {}
+        """This learner's deltas that no commit has used yet, so that its syncer finds them."""
+        self.woken = Signal()
+        self.silent = False
+        """Set when a newer process has this learner's id: nothing more is published."""
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        await asyncio.gather(self._listen(), self._publish_all(), self._fetch_all())
+
+    # What the learner says
+
+    async def _listen(self) -> None:
+        handoff = self._handoff
+        while True:
+            woken, changed = self.woken.next, self._watch.changed.next
+            while handoff.events:
+                self._announce(handoff.events.popleft())
+            self._watch.seek("learner", handoff.waits_for)
+            self._report(handoff)
+            await _either(woken, changed)
+
+    def _report(self, handoff: Handoff) -> None:
+        """Tell the learner what changes when it publishes: who lives, who has published."""
+        handoff.takeover_seconds = self._watch.takeover_seconds()
+        handoff.live = len(self._watch.live)
+        if handoff.waits_for is not None:
+            others = (handoff.waits_for, self._watch.others_in(handoff.waits_for))
+            if others != handoff.others:
+                handoff.others = others
+                handoff.tell()
+
+    # Publishing
+
+    async def _publish_all(self) -> None:
+        while True:
+            woken, changed = self.woken.next, self._watch.changed.next
+            while self._handoff.outbox:
+                outgoing = self._handoff.outbox.popleft()
+                if self.silent:
+                    continue
+                self._last_published = outgoing.round
+                await self._publish(outgoing)
+            for number in [n for n in self._mine if n < self._watch.next_round]:
+                del self._mine[number]
+            await self._prepare_blank()
+            await _either(woken, changed)
+
+    async def _publish(self, outgoing: Outgoing) -> None:
+        """Upload one snapshot; repeated until done, or its round is committed without it."""
+        sealed: tuple[Sealed, tuple[str, ...]] | None = None
+        while self._watch.next_round <= outgoing.round:
+            try:
+                if sealed is None:
+                    sealed = await self._offload(self._seal_delta, outgoing)
+                    if sealed[1]:
+                        self._handoff.repair = (outgoing.round, sealed[1])
+                        self._handoff.tell()
+                return await self._upload(outgoing, sealed[0], healthy=not sealed[1])
+            except Exception as error:
+                self._announce(TaskFailed(task="publish", error=repr(error), round=outgoing.round))
+                await self._clock.sleep(self._watch.poll_interval)
+
+    async def _upload(self, outgoing: Outgoing, sealed: Sealed, *, healthy: bool) -> None:
+        payload = await self._exchange.store(sealed)
+        if self._watch.next_round > outgoing.round:  # closed meanwhile; nobody will look for it
+            await self._exchange.delete((payload.ref.key,))
+            return
+        self._mine[outgoing.round] = payload
+        record = SnapshotRecord(
+            learner=self._learner,
+            round=outgoing.round,
+            local_step=outgoing.local_step,
+            steps=outgoing.steps if healthy else 0,
+            tokens=outgoing.tokens if healthy else 0,
+            base_version=outgoing.anchor.number,
+            rounds_seen=outgoing.rounds_seen,
+            step_seconds=outgoing.step_seconds,
+            schema_digest=self._run.digest,
+            final=outgoing.final,
+            payload=payload.ref,
+        )
+        data: bytes | None = record.to_bytes()
+        if not await self._exchange.put_snapshot(record):
+            # One is there: this attempt's, its answer lost, or an earlier process's of this id.
+            data = await self._exchange.snapshot(outgoing.round, self._learner)
+        if data is not None:
+            self._watch.found_snapshot(outgoing.round, self._learner, data)
+        self._watch.hurry(4)
+        self._announce(
+            SnapshotPublished(
+                round=outgoing.round,
+                fragment=outgoing.fragment,
+                steps=record.steps,
+                tokens=record.tokens,
+                nbytes=sealed.ref.size,
+                seconds=perf_counter() - outgoing.started,
+                final=outgoing.final,
+            )
+        )
+
+    def _seal_delta(self, outgoing: Outgoing) -> tuple[Sealed, tuple[str, ...]]:
+        """``anchor − θ``, encoded, hashed. Off the loop.
+
+        Also the names of the tensors that are not finite; then the delta is zero.
+        """
+        outgoing.ready()
+        fragment = self._run.fragments[outgoing.fragment]
+        dtype = self._run.algorithm.delta_dtype
+        if dtype is None:
+            buffer, bad = outgoing.blank.buffer, self._subtract_in_place(fragment, outgoing)
+        else:
+            buffer, bad = self._encode_delta(fragment, outgoing, dtype)
+
+        def key_of(digest: str, extension: str) -> str:
+            return layout.snapshot_blob_key(outgoing.round, self._learner, digest, extension)
+
+        return self._exchange.seal(buffer, fragment.delta, key_of), bad
+
+    def _subtract_in_place(self, fragment: Fragment, outgoing: Outgoing) -> tuple[str, ...]:
+        """Turn the copy of the parameters into the delta where it lies."""
+        anchor, blank = outgoing.anchor, outgoing.blank
+        if anchor.payload.slots == fragment.theta.slots:
+            left = flat_arrays(self._backend, anchor.payload.buffer, fragment.spans)
+            right = flat_arrays(self._backend, blank.buffer, fragment.spans)
+        else:
+            left = [anchor.arrays[name] for name in blank.arrays]
+            right = list(blank.arrays.values())
+        for base, delta in zip(left, right, strict=True):
+            self._backend.subtract(base, delta, delta)
+        if all(math.isfinite(self._backend.sum_of_squares(delta)) for delta in right):
+            return ()
+        bad = self._not_finite(blank.arrays)
+        for base, delta in zip(left, right, strict=True):
+            self._backend.subtract(base, base, delta)
+        return bad
+
+    def _encode_delta(
+        self, fragment: Fragment, outgoing: Outgoing, dtype: str
+    ) -> tuple[memoryview, tuple[str, ...]]:
+        """The delta at the run's precision, into a payload of its own."""
+        buffer = fragment.delta.blank(self._exchange.take)
+        encoded = arrays_over(self._backend, buffer, fragment.delta)
+        anchor = outgoing.anchor.arrays
+        bad = self._not_finite(outgoing.blank.arrays)
+        encode_difference(
+            self._backend,
+            anchor,
+            anchor if bad else outgoing.blank.arrays,
+            fragment.specs,
+            dtype,
+            encoded,
+            self._exchange.take,
+        )
+        return buffer, bad
+
+    def _not_finite(self, arrays: Mapping[str, Array]) -> tuple[str, ...]:
+        return tuple(
+            name
+            for name, array in arrays.items()
+            if not math.isfinite(self._backend.sum_of_squares(array))
+        )
+
+    async def _prepare_blank(self) -> None:
+        """Have a warm buffer ready for the next snapshot, so that ``step`` only copies."""
+        number = max(self._last_published + 1, self._watch.next_round)
+        fragment = self._run.schedule.fragment(number)
+        if fragment not in self._handoff.blanks:
+            self._handoff.blanks[fragment] = await self._offload(self.make_blank, fragment)
+
+    def make_blank(self, fragment: int) -> Blank:
+        """A buffer for a fragment's parameters with every page touched. Any thread."""
+
+        def warm(nbytes: int) -> memoryview:
+            buffer = self._exchange.take(nbytes)
+            buffer[::PAGE] = bytes(len(buffer[::PAGE]))
+            return buffer
+
+        theta = self._run.fragments[fragment].theta
+        buffer = theta.blank(warm)
+        return Blank(buffer, arrays_over(self._backend, buffer, theta))
+
+    # Bringing commits
+
+    async def _fetch_all(self) -> None:
+        while True:
+            changed = self._watch.changed.next
+            try:
+                await self._fetch_new()
+            except Exception as error:
+                self._announce(TaskFailed(task="fetch", error=repr(error)))
+                await self._clock.sleep(self._watch.poll_interval)
+            else:
+                await changed.wait()
+
+    async def bring_newest(self) -> None:
+        """Look at the mailbox once more and post what the learner has not got."""
+        await self._watch.poll()
+        await self._fetch_new()
+
+    async def _fetch_new(self) -> None:
+        """Post every commit that the learner has not got, the newest of each fragment only."""
+        newest = [self._watch.progress.newest(fragment.index) for fragment in self._run.fragments]
+        fresh = [record for record in newest if record is not None and record.round > self._posted]
+        for record in sorted(fresh, key=lambda record: record.round):
+            if self._watch.progress.newest(record.fragment) is not record:
+                return  # superseded while others were fetched; the change that told so wakes us
+            payload = await self._theta(record)
+            if payload is None:
+                return  # swept: the next poll shows a newer version
+            version = Version(record.version, payload, payload_arrays(self._backend, payload))
+            staged = await self._offload(self._parameters.stage, version.arrays)
+            self._versions[record.fragment] = version
+            self._post(Arrival(record, version, staged))
+
+    def _post(self, arrival: Arrival) -> None:
+        """Give an arrival to the learner, instead of an older one that it has not taken yet."""
+        arrivals = self._handoff.arrivals
+        for older in tuple(arrivals):
+            if older.record.fragment == arrival.record.fragment:
+                try:
+                    arrivals.remove(older)
+                except ValueError:  # the learner took it just now
+                    break
+        arrivals.append(arrival)
+        self._posted = arrival.record.round
+        self._handoff.tell()
+
+    async def _theta(self, record: RoundRecord) -> Payload | None:
+        """The committed parameters: held, or rebuilt from the update, or fetched."""
+        fragment = self._run.fragments[record.fragment]
+        held = self._exchange.held(record.theta)
+        if held is not None:
+            return held
+        base = self._versions[record.fragment]
+        if record.update is not None and base.number == record.version - 1:
+            rebuilt = await self._rebuild(fragment, base, record, record.update)
+            if rebuilt is not None:
+                return rebuilt
+        return await self._exchange.fetch(record.theta, fragment.theta)
+
+    async def _rebuild(
+        self, fragment: Fragment, base: Version, record: RoundRecord, update: Update
+    ) -> Payload | None:
+        """``Θ_old + update`` if that gives the committed bytes, else None."""
+        if fragment.update is None:
+            return None
+        try:
+            payload = await self._exchange.fetch(update.payload, fragment.update)
+        except PayloadCorrupt as error:
+            self._announce(TaskFailed(task="fetch", error=repr(error), round=record.round))
+            return None
+        if payload is None:
+            return None
+        buffer = await self._offload(self._add_update, fragment, base, payload)
+        if await self._offload(sha256_hex, buffer) != update.theta_digest:
+            return None
+        return self._exchange.hold(record.theta, buffer, fragment.theta)
+
+    def _add_update(self, fragment: Fragment, base: Version, update: Payload) -> memoryview:
+        buffer = fragment.theta.blank(self._exchange.take)
+        apply_update(
+            self._backend,
+            fragment.specs,
+            base.arrays,
+            payload_arrays(self._backend, update),
+            self._run.algorithm.commit_dtype,
+            arrays_over(self._backend, buffer, fragment.theta),
+            self._exchange.take,
+        )
+        return buffer
+
+
+async def _either(*events: asyncio.Event) -> None:
+    """Return when one of the events is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -1,0 +1,346 @@
+"""What happens in a session, one frozen dataclass an event.
+
+A callback is called with every event, on the session's background thread, in order. It should
+return soon; what it raises is logged and hurts nobody. ``str(event)`` is a plain sentence, which
+is what ``log_events`` logs. Seconds are on this node's monotonic clock.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+logger = logging.getLogger("gradientmail")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all events."""
+
+    level: ClassVar[int] = logging.INFO
+
+
+type Callback = Callable[[Event], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCreated(Event):
+    """This node created the run from its model's parameters."""
+
+    fragments: int
+    parameters: int
+    """Exchanged scalars in the whole model."""
+
+    def __str__(self) -> str:
+        return f"created the run: {self.parameters:,} parameters in {self.fragments} fragments"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined(Event):
+    """This node holds a lease and its model the newest committed parameters."""
+
+    learner: str
+    rounds_seen: int
+    """Newest committed round in the model, −1 in a fresh run."""
+
+    def __str__(self) -> str:
+        where = (
+            f"at round {self.rounds_seen}" if self.rounds_seen >= 0 else "before the first round"
+        )
+        return f"{self.learner} joined {where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotPublished(Event):
+    """This learner's delta for one round is in the mailbox."""
+
+    round: int
+    fragment: int
+    steps: int
+    tokens: int
+    nbytes: int
+    """Bytes uploaded."""
+    seconds: float
+    """From the copy of the parameters to the record in the mailbox."""
+    final: bool
+
+    def __str__(self) -> str:
+        final = "final " if self.final else ""
+        return (
+            f"round {self.round}: published {final}delta of {self.steps} steps "
+            f"({self.nbytes / 2**20:.1f} MiB in {self.seconds:.2f} s)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParametersNotFinite(Event):
+    """The local parameters held NaN or infinity; they were put back to the committed ones."""
+
+    level: ClassVar[int] = logging.ERROR
+    tensors: tuple[str, ...]
+    round: int
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.tensors[:5]) + (", …" if len(self.tensors) > 5 else "")
+        return (
+            f"round {self.round}: {len(self.tensors)} tensors are not finite ({shown}); no delta of "
+            "them was published and they were put back to the last committed values; optimizer "
+            "state may hold NaN too and need a reset"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundClaimed(Event):
+    """This node will close the round."""
+
+    round: int
+    claim: int
+    """1 for the first claim on the round, more when a claimant before was given up."""
+
+    def __str__(self) -> str:
+        return f"round {self.round}: this node closes it (claim {self.claim})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TookOver(Event):
+    """This node takes a round over from a node that left, died or fell silent."""
+
+    level: ClassVar[int] = logging.WARNING
+    round: int
+    previous: str | None
+    """The last claimant's learner id, when there was a claim."""
+    reason: str
+    """``lease`` (gone or stale) or ``silence`` (no record within the takeover timeout)."""
+    after_seconds: float
+
+    def __str__(self) -> str:
+        who = self.previous or "its closer"
+        why = "whose lease is gone" if self.reason == "lease" else "which has fallen silent"
+        return f"round {self.round}: takes over from {who}, {why}, after {self.after_seconds:.1f} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRejected(Event):
+    """A learner's snapshot will not be merged into the round."""
+
+    level: ClassVar[int] = logging.WARNING
+    round: int
+    learner: str
+    reason: str
+    """``zero_steps``, ``schema``, ``stale``, ``missing`` or ``corrupt``."""
+    detail: str
+
+    def __str__(self) -> str:
+        return f"round {self.round}: {self.learner}'s snapshot is rejected ({self.reason}): {self.detail}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """One learner's part in a round."""
+
+    learner: str
+    steps: int
+    tokens: int
+    weight: float
+    """``tokens² / steps``; only ratios within the round matter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundCommitted(Event):
+    """This node closed a round: its record is in the mailbox."""
+
+    round: int
+    fragment: int
+    version: int
+    contributions: tuple[Contribution, ...]
+    rejected: tuple[tuple[str, str], ...]
+    """Learner and reason."""
+    cosine: float | None
+    """Mean cosine between pairs of deltas; None with fewer than two."""
+    quorum_seconds: float
+    grace_seconds: float
+    sync_seconds: float
+    """From the close to the durable record."""
+
+    def __str__(self) -> str:
+        total = sum(part.weight for part in self.contributions) or 1.0
+        parts = ", ".join(f"{p.learner} {p.weight / total:.0%}" for p in self.contributions)
+        cosine = "" if self.cosine is None else f", cosine {self.cosine:.3f}"
+        return (
+            f"round {self.round}: committed version {self.version} of fragment {self.fragment} "
+            f"from {parts}{cosine} (quorum {self.quorum_seconds:.2f} s, grace "
+            f"{self.grace_seconds:.2f} s, merge and commit {self.sync_seconds:.2f} s)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSuperseded(Event):
+    """Another node committed the round that this node was closing; its record is followed."""
+
+    round: int
+
+    def __str__(self) -> str:
+        return f"round {self.round}: another node committed it first; following that record"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSeen(Event):
+    """A commit by any node, as this node learned of it."""
+
+    round: int
+    fragment: int
+    version: int
+    learners: tuple[str, ...]
+    """Whose deltas are in it."""
+    rejected: tuple[tuple[str, str], ...]
+    cosine: float | None
+
+    level: ClassVar[int] = logging.DEBUG
+
+    def __str__(self) -> str:
+        return f"round {self.round}: committed with {', '.join(self.learners)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aligned(Event):
+    """A committed fragment was written into the model."""
+
+    round: int
+    fragment: int
+    version: int
+    steps_replaced: int
+    """Local steps on this fragment that the commit does not hold and that were overwritten."""
+    waited_seconds: float
+    """How long ``step`` had been waiting for it (``overlap_steps``)."""
+
+    level: ClassVar[int] = logging.DEBUG
+
+    def __str__(self) -> str:
+        return (
+            f"round {self.round}: aligned with version {self.version} of fragment "
+            f"{self.fragment}, replacing {self.steps_replaced} local steps"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRenewed(Event):
+    """A beat was written: the other nodes know that this learner lives."""
+
+    beat: int
+    live: tuple[str, ...]
+    """The learners that this node takes for live."""
+
+    level: ClassVar[int] = logging.DEBUG
+
+    def __str__(self) -> str:
+        return f"lease renewed (beat {self.beat}); live learners: {', '.join(self.live)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerAppeared(Event):
+    """A learner was seen live for the first time, or again."""
+
+    learner: str
+
+    def __str__(self) -> str:
+        return f"{self.learner} is in the run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerLost(Event):
+    """A learner left (its lease was deleted) or went silent (its lease is stale)."""
+
+    level: ClassVar[int] = logging.WARNING
+    learner: str
+    left: bool
+
+    def __str__(self) -> str:
+        return f"{self.learner} {'left the run' if self.left else 'has not renewed its lease'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseLost(Event):
+    """A newer process joined with this learner's id; this one publishes nothing more."""
+
+    level: ClassVar[int] = logging.ERROR
+    learner: str
+
+    def __str__(self) -> str:
+        return f"another process joined as {self.learner}; this one publishes nothing more"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUnavailable(Event):
+    """A mailbox call failed for now and will be repeated."""
+
+    level: ClassVar[int] = logging.WARNING
+    operation: str
+    error: str
+    retry_seconds: float
+
+    def __str__(self) -> str:
+        return f"mailbox {self.operation} failed, again in {self.retry_seconds:.1f} s: {self.error}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFailed(Event):
+    """A background task failed for a reason that repeating may mend; it is repeated."""
+
+    level: ClassVar[int] = logging.ERROR
+    task: str
+    """``poll``, ``publish``, ``fetch``, ``close round`` or ``lease``."""
+    error: str
+    round: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.round is None else f"round {self.round}: "
+        return f"{where}{self.task} failed and is repeated: {self.error}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaveUp(Event):
+    """Closing stopped waiting: this learner's last rounds did not commit."""
+
+    level: ClassVar[int] = logging.WARNING
+    rounds: tuple[int, ...]
+    waited_seconds: float
+
+    def __str__(self) -> str:
+        rounds = ", ".join(map(str, self.rounds))
+        return (
+            f"nothing was committed for {self.waited_seconds:.0f} s; leaves without round {rounds}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed(Event):
+    """The session has ended; its threads are gone and its lease is released."""
+
+    learner: str
+    rounds_seen: int
+    clean: bool
+    """False when the ``with`` body raised or the interpreter exited without ``close``."""
+
+    def __str__(self) -> str:
+        how = "left the run" if self.clean else "left the run without waiting"
+        return f"{self.learner} {how} at round {self.rounds_seen}"
+
+
+def log_events(event: Event) -> None:
+    """Log the event as a sentence to the logger ``gradientmail``, at its class's level."""
+    logger.log(event.level, "%s", event)
+
+
+class Announcer:
+    """Calls the callbacks; one that raises is logged and the others go on."""
+
+    def __init__(self, callbacks: tuple[Callback, ...]) -> None:
+        self._callbacks = callbacks
+
+    def __call__(self, event: Event) -> None:
+        """Hand ``event`` to every callback, in order."""
+        for callback in self._callbacks:
+            try:
+                callback(event)
+            except Exception:
+                logger.exception("the callback %r failed on %r", callback, event)

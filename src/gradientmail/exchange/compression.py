@@ -1,0 +1,218 @@
+"""zstd: a payload whose tensors are byte-shuffled, compressed as one frame of level 1.
+
+Shuffling puts all first bytes of a tensor's elements first, then all second bytes, and so on:
+exponents of neighbours are alike, and next to one another they compress. Formats of a byte or
+less stay as they are, and so does the header.
+
+Decompression trusts nothing: it takes memory of the order of the expected payload, whatever the
+stored bytes claim, and accepts exactly one frame and no byte more (frame format: RFC 8878).
+"""
+
+from collections.abc import Buffer, Callable, Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from gradientmail.errors import MissingExtra, PayloadCorrupt
+from gradientmail.exchange.payload import PayloadLayout, Slot
+from gradientmail.schema import BITS
+
+type Take = Callable[[int], memoryview]
+
+_LEVEL = 1
+_CHUNK = 2**18
+"""Bytes that are shuffled at a time: they stay in the processor's cache."""
+_WINDOW = 2**23
+"""Bytes of history that every decoder should be able to keep (RFC 8878, 3.1.1.1.2)."""
+_MAGIC = (0xFD2FB528).to_bytes(4, "little")
+
+
+def compress(layout: PayloadLayout, payload: Buffer, take: Take) -> memoryview:
+    """The stored form of ``payload``, which is one of ``layout`` with its own header.
+
+    Buffers come from ``take``. The same payload gives the same bytes with one version of zstd.
+    """
+    source = memoryview(payload).cast("B")
+    if source.nbytes != layout.nbytes:
+        raise ValueError(f"payload has {source.nbytes} bytes, its layout {layout.nbytes}")
+    zstandard = _zstandard()
+    if any(map(_is_wide, layout.slots.values())):
+        source = _each_slot(layout.slots, source, take(layout.nbytes), shuffle)
+    out = take(_bound(layout.nbytes))
+    compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    return out[: compressor.stream_reader(source, size=source.nbytes).readinto(out)]
+
+
+def decompress(layout: PayloadLayout, stored: Buffer, take: Take) -> memoryview:
+    """The payload of ``layout`` that ``stored`` is the stored form of, in a buffer from ``take``.
+
+    ``PayloadCorrupt`` when it is not exactly one frame holding the right number of bytes and a
+    header for these tensors.
+    """
+    zstandard = _zstandard()
+    source = memoryview(stored).cast("B")
+    out = take(layout.nbytes)
+    try:
+        _check_frame(zstandard, source, layout.nbytes)
+        _read_frame(zstandard, source, out)
+    except zstandard.ZstdError as error:
+        raise PayloadCorrupt(f"payload is not valid zstd: {error}") from None
+    slots = layout.check(out)
+    if not any(map(_is_wide, slots.values())):
+        return out
+    return _each_slot(slots, out, take(layout.nbytes), unshuffle)
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise MissingExtra("zstd", "zstandard") from None
+    return zstandard
+
+
+def _bound(nbytes: int) -> int:
+    """The most bytes that a frame of ``nbytes`` has (``ZSTD_compressBound``, rounded up)."""
+    return nbytes + nbytes // 256 + 1024
+
+
+def _check_frame(zstandard: Any, source: memoryview, nbytes: int) -> None:
+    """Refuse, before any decoding, what cannot be one frame of ``nbytes``."""
+    if source.nbytes > _bound(nbytes):
+        raise PayloadCorrupt(f"compressed payload of {source.nbytes} bytes is too long")
+    frame = zstandard.get_frame_parameters(source)
+    if source[:4] != _MAGIC:
+        raise PayloadCorrupt("compressed payload does not start with a zstd frame")
+    if frame.content_size not in (nbytes, zstandard.CONTENTSIZE_UNKNOWN):
+        raise PayloadCorrupt(f"payload should have {nbytes} bytes, not {frame.content_size}")
+    if frame.window_size > max(nbytes, _WINDOW):
+        raise PayloadCorrupt(f"zstd window of {frame.window_size} bytes is too large")
+    end = _frame_end(source, zstandard.frame_header_size(source), blocks=16 + nbytes // 256)
+    if end + 4 * frame.has_checksum != source.nbytes:
+        raise PayloadCorrupt("compressed payload is truncated or does not end with its frame")
+
+
+def _frame_end(source: memoryview, position: int, blocks: int) -> int:
+    """Where the blocks of a frame end; the first is at ``position`` (RFC 8878, 3.1.1.2).
+
+    No encoder makes more than ``blocks`` of them; walking on would only take time.
+    """
+    for _ in range(blocks):
+        if position + 3 > source.nbytes:
+            break
+        block = int.from_bytes(source[position : position + 3], "little")
+        last, kind, size = block & 1, block >> 1 & 3, block >> 3
+        position += 3 + (1 if kind == 1 else size)  # kind 1: one byte, ``size`` times
+        if last:
+            return position
+    raise PayloadCorrupt("compressed payload is truncated, or cut into too many blocks")
+
+
+def _read_frame(zstandard: Any, source: memoryview, out: memoryview) -> None:
+    """Fill ``out`` with the frame's content, which must fit exactly."""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=max(out.nbytes, _WINDOW))
+    reader = decompressor.stream_reader(source)
+    read = reader.readinto(out)
+    if read != out.nbytes or reader.read(1):
+        raise PayloadCorrupt(f"compressed payload does not hold {out.nbytes} bytes")
+
+
+# Shuffling
+
+
+def _width(slot: Slot) -> int:
+    return BITS[slot.dtype] // 8
+
+
+def _is_wide(slot: Slot) -> bool:
+    """Whether shuffling changes anything."""
+    return _width(slot) > 1 and slot.nbytes > _width(slot)
+
+
+def _each_slot(
+    slots: Mapping[str, Slot],
+    source: memoryview,
+    out: memoryview,
+    move: Callable[[memoryview, memoryview, int], None],
+) -> memoryview:
+    """``out``, having ``source`` in it with the wide tensors moved and all else copied."""
+    copied = 0
+    for slot in slots.values():
+        if _is_wide(slot):
+            out[copied : slot.start] = source[copied : slot.start]
+            move(source[slot.start : slot.stop], out[slot.start : slot.stop], _width(slot))
+            copied = slot.stop
+    out[copied:] = source[copied:]
+    return out
+
+
+@cache
+def _numpy() -> ModuleType | None:
+    """NumPy if it is there: twice as fast as slicing, and other threads run meanwhile."""
+    try:
+        import numpy  # noqa: ICN001
+    except ImportError:
+        return None
+    return numpy
+
+
+def shuffle(source: memoryview, out: memoryview, width: int) -> None:
+    """Write the first bytes of all elements, each of ``width`` bytes, then the second ones."""
+    (slice_shuffle if _numpy() is None else numpy_shuffle)(source, out, width)
+
+
+def unshuffle(source: memoryview, out: memoryview, width: int) -> None:
+    """Undo ``shuffle``."""
+    (slice_unshuffle if _numpy() is None else numpy_unshuffle)(source, out, width)
+
+
+def slice_shuffle(source: memoryview, out: memoryview, width: int) -> None:
+    """``shuffle`` by slices of ``bytes``, ten times as fast as those of a ``memoryview``."""
+    count, step = source.nbytes // width, _CHUNK // width
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        chunk = source[first * width : last * width].tobytes()
+        for byte in range(width):
+            out[byte * count + first : byte * count + last] = chunk[byte::width]
+
+
+def slice_unshuffle(source: memoryview, out: memoryview, width: int) -> None:
+    """``unshuffle`` by slices of a ``bytearray``."""
+    count, step = source.nbytes // width, _CHUNK // width
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        chunk = bytearray((last - first) * width)
+        for byte in range(width):
+            chunk[byte::width] = source[byte * count + first : byte * count + last]
+        out[first * width : last * width] = chunk
+
+
+def numpy_shuffle(source: memoryview, out: memoryview, width: int) -> None:
+    """``shuffle`` by shifts of whole elements, which processors do many at a time."""
+    numpy = _numpy()
+    assert numpy is not None  # noqa: S101
+    dtype = numpy.dtype(f"<u{width}")
+    elements = numpy.frombuffer(source, dtype)
+    count, step = len(elements), _CHUNK // width
+    planes = numpy.frombuffer(out, numpy.uint8).reshape(width, count)
+    for first in range(0, count, step):
+        chunk = slice(first, first + step)
+        for byte in range(width):
+            numpy.right_shift(
+                elements[chunk], 8 * byte, out=planes[byte, chunk], dtype=dtype, casting="unsafe"
+            )
+
+
+def numpy_unshuffle(source: memoryview, out: memoryview, width: int) -> None:
+    """``unshuffle`` by shifts of whole elements, from the highest byte down."""
+    numpy = _numpy()
+    assert numpy is not None  # noqa: S101
+    elements = numpy.frombuffer(out, f"<u{width}")
+    count, step = len(elements), _CHUNK // width
+    planes = numpy.frombuffer(source, numpy.uint8).reshape(width, count)
+    for first in range(0, count, step):
+        chunk = elements[first : first + step]
+        chunk[:] = planes[-1, first : first + step]
+        for byte in reversed(range(width - 1)):
+            numpy.left_shift(chunk, 8, out=chunk)
+            numpy.bitwise_or(chunk, planes[byte, first : first + step], out=chunk)

@@ -1,0 +1,244 @@
+"""The verbs of the protocol: who may write what into the mailbox, and what a reader checks.
+
+Every write has three outcomes: done, lost, unknown. Lost is a value that the caller must look at;
+unknown (``MailboxUnavailable``) is repeated by the retrying mailbox below until it is one of the
+others, and where an earlier attempt may have landed unheard the object is read back and compared.
+
+A payload that this process made or fetched is found here as long as somebody holds it, so that
+nothing is downloaded twice and two users of one version share one buffer.
+"""
+
+import asyncio
+from collections.abc import Buffer, Callable, Iterable, Mapping, Sequence
+from weakref import WeakValueDictionary
+
+from gradientmail.clock import Offload
+from gradientmail.errors import PayloadCorrupt, ProtocolError
+from gradientmail.exchange import compression, layout
+from gradientmail.exchange.payload import PayloadLayout, Slot, sha256_hex
+from gradientmail.exchange.records import Claim, Manifest, Ref, RoundRecord, SnapshotRecord
+from gradientmail.mailbox.base import Mailbox
+
+PLAIN = ".safetensors"
+ZSTD = ".safetensors.zst"
+
+
+class Payload:
+    """A stored payload in memory: its ref, its uncompressed bytes, where its tensors lie."""
+
+    __slots__ = ("__weakref__", "buffer", "ref", "slots")
+
+    def __init__(self, ref: Ref, buffer: memoryview, slots: Mapping[str, Slot]) -> None:
+        self.ref = ref
+        self.buffer = buffer
+        self.slots = slots
+
+    def data(self, name: str) -> memoryview:
+        """The bytes of one tensor."""
+        slot = self.slots[name]
+        return self.buffer[slot.start : slot.stop]
+
+
+class Sealed:
+    """A payload ready to be stored: hashed, compressed if asked for, its key known."""
+
+    __slots__ = ("buffer", "layout", "ref", "stored")
+
+    def __init__(
+        self, ref: Ref, buffer: memoryview, stored: memoryview, payload_layout: PayloadLayout
+    ) -> None:
+        self.ref = ref
+        self.buffer = buffer
+        self.stored = stored
+        self.layout = payload_layout
+
+
+class Exchange:
+    """One run in one mailbox. Used on the loop's thread, except ``seal``."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        *,
+        offload: Offload,
+        take: Callable[[int], memoryview],
+        compressed: bool = False,
+    ) -> None:
+        """Write payloads with zstd if ``compressed``; ``take`` gives buffers."""
+        self.mailbox = mailbox
+        self.take = take
+        self._offload = offload
+        self._extension = ZSTD if compressed else PLAIN
+        self._held: WeakValueDictionary[str, Payload] = WeakValueDictionary()
+
+    # Payloads
+
+    def seal(
+        self, buffer: memoryview, payload_layout: PayloadLayout, key_of: Callable[[str, str], str]
+    ) -> Sealed:
+        """Compress if the run does, hash, and name: ``key_of(sha256, extension)``. Any thread."""
+        stored = buffer
+        if self._extension == ZSTD:
+            stored = compression.compress(payload_layout, buffer, self.take)
+        digest = sha256_hex(stored)
+        ref = Ref(key=key_of(digest, self._extension), sha256=digest, size=stored.nbytes)
+        return Sealed(ref, buffer, stored, payload_layout)
+
+    async def store(self, sealed: Sealed) -> Payload:
+        """Put the payload. Its key holds its hash, so that finding it there is success too."""
+        await self.mailbox.put_if_absent(sealed.ref.key, sealed.stored.toreadonly())
+        return self.hold(sealed.ref, sealed.buffer, sealed.layout)
+
+    def hold(self, ref: Ref, buffer: memoryview, payload_layout: PayloadLayout) -> Payload:
+        """Remember a payload that was made here instead of fetched."""
+        payload = Payload(ref, buffer, payload_layout.slots)
+        self._held[ref.key] = payload
+        return payload
+
+    def held(self, ref: Ref) -> Payload | None:
+        """The payload, if somebody in this process holds it."""
+        payload = self._held.get(ref.key)
+        return payload if payload is not None and payload.ref == ref else None
+
+    async def fetch(self, ref: Ref, payload_layout: PayloadLayout) -> Payload | None:
+        """The payload behind ``ref``, checked against it and the layout; None when it is gone.
+
+        Raises ``PayloadCorrupt`` naming the key.
+        """
+        held = self.held(ref)
+        if held is not None:
+            return held
+        compressed = ref.key.endswith(ZSTD)
+        if ref.size > payload_layout.nbytes + (payload_layout.nbytes // 64 + 4096):
+            raise PayloadCorrupt(
+                f"{ref.key}: {ref.size} bytes are more than its tensors' {payload_layout.nbytes}"
+            )
+        stored = await self.mailbox.get(ref.key)
+        if stored is None:
+            return None
+        payload = await self._offload(
+            _open, memoryview(stored).cast("B"), ref, payload_layout, compressed, self.take
+        )
+        self._held[ref.key] = payload
+        return payload
+
+    # Records, created once
+
+    async def manifest(self) -> Manifest | None:
+        """The run's manifest, None before it exists. ``ProtocolError`` when it is not one."""
+        data = await self.mailbox.get(layout.MANIFEST)
+        return None if data is None else Manifest.from_bytes(data)
+
+    async def create_manifest(self, manifest: Manifest) -> Manifest:
+        """Create the run; returns the manifest that counts, which may be another node's."""
+        await self.mailbox.put_if_absent(layout.MANIFEST, manifest.to_bytes())
+        found = await self.manifest()
+        return manifest if found is None else found
+
+    async def round(self, number: int) -> RoundRecord | None:
+        """The record of a round, None before it is committed."""
+        data = await self.mailbox.get(layout.round_key(number))
+        return None if data is None else RoundRecord.from_bytes(data)
+
+    async def commit(self, record: RoundRecord) -> RoundRecord:
+        """Create the round's record; returns the one that counts.
+
+        When a record is there already and names the same payloads, it is this node's own earlier
+        attempt, whose answer was lost, or holds the same bytes: either way this commit landed.
+        """
+        if await self.mailbox.put_if_absent(layout.round_key(record.round), record.to_bytes()):
+            return record
+        found = await self.round(record.round)
+        return record if found is None else found
+
+    async def snapshot(self, number: int, learner: str) -> bytes | None:
+        """The raw snapshot record of a learner; decoded by whoever judges it."""
+        data = await self.mailbox.get(layout.snapshot_key(number, learner))
+        return None if data is None else bytes(data)
+
+    async def put_snapshot(self, record: SnapshotRecord) -> bool:
+        """Announce a snapshot whose payload is stored; False when one is there already."""
+        key = layout.snapshot_key(record.round, record.learner)
+        return await self.mailbox.put_if_absent(key, record.to_bytes())
+
+    async def snapshots(self) -> list[tuple[int, str]]:
+        """Round and learner of every snapshot record there is: of the open rounds, and late ones."""
+        keys = await self.mailbox.list(layout.SNAPSHOTS)
+        parsed = (layout.parse_snapshot_key(key) for key in keys)
+        return [found for found in parsed if found is not None]
+
+    async def claim(self, number: int | None, attempt: int, learner: str) -> bool:
+        """Create the claim (of the manifest for ``number=None``); whether it is this learner's.
+
+        One that was there and names this learner is its own: an attempt whose answer was lost, or
+        made before a restart.
+        """
+        key = layout.claim_key(number, attempt)
+        if await self.mailbox.put_if_absent(key, Claim(learner).to_bytes()):
+            return True
+        return await self._claimant(key) == learner
+
+    async def last_claim(self, number: int | None) -> tuple[int, str | None] | None:
+        """Number and learner of the newest claim, None without one. Claims count from 1.
+
+        The learner is None when the claim's body names none: such a claimant cannot be live.
+        """
+        newest: tuple[int, str | None] | None = None
+        attempt = 1
+        while True:
+            data = await self.mailbox.get(layout.claim_key(number, attempt))
+            if data is None:
+                return newest
+            newest = (attempt, _learner_of(data))
+            attempt += 1
+
+    async def _claimant(self, key: str) -> str | None:
+        data = await self.mailbox.get(key)
+        return None if data is None else _learner_of(data)
+
+    # Removal
+
+    async def keys(self, prefix: str) -> Sequence[str]:
+        """All keys under ``prefix``."""
+        return await self.mailbox.list(prefix)
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; missing ones are no error."""
+        found = tuple(keys)
+        if found:
+            await self.mailbox.delete(found)
+
+
+def _learner_of(claim: Buffer) -> str | None:
+    try:
+        return Claim.from_bytes(claim).learner
+    except ProtocolError:
+        return None
+
+
+def _open(
+    stored: memoryview,
+    ref: Ref,
+    payload_layout: PayloadLayout,
+    compressed: bool,
+    take: Callable[[int], memoryview],
+) -> Payload:
+    """Check stored bytes against their ref, decompress, check the tensors."""
+    if stored.nbytes != ref.size:
+        raise PayloadCorrupt(f"{ref.key}: {stored.nbytes} bytes, its record says {ref.size}")
+    if sha256_hex(stored) != ref.sha256:
+        raise PayloadCorrupt(f"{ref.key}: the bytes do not hash to the sha256 of its record")
+    try:
+        buffer = compression.decompress(payload_layout, stored, take) if compressed else stored
+        return Payload(ref, buffer, payload_layout.check(buffer))
+    except PayloadCorrupt as error:
+        raise PayloadCorrupt(f"{ref.key}: {error}") from None
+
+
+async def store_all(exchange: Exchange, sealed: Sequence[Sealed]) -> list[Payload]:
+    """Store several payloads at once; the first failure is raised, when all have ended."""
+    results = await asyncio.gather(*(exchange.store(one) for one in sealed), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if isinstance(result, Payload)]

@@ -1,0 +1,131 @@
+"""Leases: how a learner shows that it lives, and how an observer judges others.
+
+A learner creates a new beat now and then and deletes its older ones. No wall clock is compared: an
+observer notes on its own clock when it last saw a learner's newest beat change.
+
+Two processes with one learner id: the newer one wins, so that a restart is never blocked. A beat's
+body carries a token drawn at random by the process; a process that finds a beat of its learner that
+is newer than its own, or its own next beat taken by another token, has been replaced.
+"""
+
+from collections.abc import Iterable
+
+from gradientmail.errors import ProtocolError
+from gradientmail.exchange import layout
+from gradientmail.exchange.records import Beat
+from gradientmail.mailbox.base import Mailbox
+
+
+class Lease:
+    """This process's lease. Used on the loop's thread."""
+
+    def __init__(self, mailbox: Mailbox, learner: str, token: str) -> None:
+        """``token`` is what tells this process from an earlier or later one of the same id."""
+        self._mailbox = mailbox
+        self._learner = learner
+        self._token = token
+        self.beat = 0
+
+    async def acquire(self) -> None:
+        """Write a beat newer than any of this learner's, and delete those.
+
+        An older process with this id finds it when it renews.
+        """
+        while True:
+            numbers = await self._numbers()
+            self.beat = max(numbers, default=0) + 1
+            if await self._put(self.beat):
+                await self._remove(number for number in numbers if number < self.beat)
+                return
+
+    async def renew(self) -> bool:
+        """Write the next beat and delete the older ones; False when another process has the id."""
+        if not await self._put(self.beat + 1):
+            return False
+        # The listing comes after the put: a newer process that had already gone past this number
+        # and deleted what lay below it is seen by the beat it holds now.
+        self.beat += 1
+        numbers = await self._numbers()
+        if max(numbers, default=0) > self.beat:
+            await self._remove((self.beat,))
+            return False
+        await self._remove(number for number in numbers if number < self.beat)
+        return True
+
+    async def release(self) -> None:
+        """Delete this process's beats; those of a newer process with the same id stay."""
+        await self._remove(number for number in await self._numbers() if number <= self.beat)
+
+    async def _numbers(self) -> list[int]:
+        keys = await self._mailbox.list(layout.beats_prefix(self._learner))
+        parsed = (layout.parse_beat_key(key) for key in keys)
+        return [beat[1] for beat in parsed if beat is not None and beat[0] == self._learner]
+
+    async def _put(self, number: int) -> bool:
+        """Create a beat; True when the one there is this process's, by an answer lost before."""
+        key = layout.beat_key(self._learner, number)
+        if await self._mailbox.put_if_absent(key, Beat(self._token).to_bytes()):
+            return True
+        data = await self._mailbox.get(key)
+        try:
+            return data is not None and Beat.from_bytes(data).token == self._token
+        except ProtocolError:
+            return False
+
+    async def _remove(self, numbers: Iterable[int]) -> None:
+        keys = [layout.beat_key(self._learner, number) for number in numbers]
+        if keys:
+            await self._mailbox.delete(keys)
+
+
+class LeaseBook:
+    """What one observer knows of all leases, on its own clock. Pure bookkeeping."""
+
+    def __init__(self, timeout: float) -> None:
+        """``timeout`` seconds without a change make a lease stale."""
+        self._timeout = timeout
+        self._newest: dict[str, tuple[int, float]] = {}
+        self._observed_at: float | None = None
+
+    def observe(self, keys: Iterable[str], now: float) -> None:
+        """Take in a listing of ``leases/``, made at ``now``."""
+        self._forgive_blindness(now)
+        beats: dict[str, int] = {}
+        for key in keys:
+            parsed = layout.parse_beat_key(key)
+            if parsed is not None:
+                beats[parsed[0]] = max(parsed[1], beats.get(parsed[0], 0))
+        known = self._newest
+        self._newest = {
+            learner: known[learner]
+            if learner in known and known[learner][0] == beat
+            else (beat, now)
+            for learner, beat in beats.items()
+        }
+
+    def live(self, now: float) -> frozenset[str]:
+        """The learners whose newest beat was listed last time and changed within the timeout."""
+        return frozenset(
+            learner
+            for learner, (_, changed) in self._newest.items()
+            if now - changed <= self._timeout
+        )
+
+    def listed(self) -> frozenset[str]:
+        """All learners that have a beat, live or stale."""
+        return frozenset(self._newest)
+
+    def _forgive_blindness(self, now: float) -> None:
+        """Time in which nothing could be observed makes nobody stale.
+
+        After an outage of the store, or when this process was stopped, every beat looks old: the
+        others could not renew either, or renewed unseen. Only a third of the timeout counts.
+        """
+        if self._observed_at is not None:
+            blind = now - self._observed_at - self._timeout / 3
+            if blind > 0:
+                self._newest = {
+                    learner: (beat, changed + blind)
+                    for learner, (beat, changed) in self._newest.items()
+                }
+        self._observed_at = now

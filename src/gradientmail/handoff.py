@@ -1,0 +1,125 @@
+"""The only state that the training thread and the loop share.
+
+The training thread posts snapshots and takes arrivals; the loop does the reverse. Each field has
+one writer; queues are ``deque`` ends used by one thread each, and ``news`` is raised by the loop
+after what it announces is in place and lowered by the training thread before it looks, so that
+news may be looked at twice and is never missed. Only waiting takes the lock.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from gradientmail.backend.base import Array
+from gradientmail.events import Event
+from gradientmail.exchange.exchange import Payload
+from gradientmail.exchange.records import RoundRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Blank:
+    """A payload buffer for one fragment's parameters, warm, with arrays over it."""
+
+    buffer: memoryview
+    arrays: Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One committed version of a fragment as this node holds it; on the host, never written."""
+
+    number: int
+    """0 for the initial parameters."""
+    payload: Payload
+    arrays: Mapping[str, Array]
+    """Host arrays over ``payload``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A snapshot on its way out: the parameters' copy and the learner's counts at that moment."""
+
+    round: int
+    fragment: int
+    local_step: int
+    steps: int
+    tokens: int
+    rounds_seen: int
+    step_seconds: float
+    final: bool
+    anchor: Version
+    blank: Blank
+    ready: Callable[[], None]
+    """Returns, on any thread, when the copy in ``blank`` is complete."""
+    started: float
+    """``time.perf_counter`` at the copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A commit on its way in: a record, its version, and the arrays staged for the model."""
+
+    record: RoundRecord
+    version: Version
+    staged: Mapping[str, Array]
+
+
+@dataclass(slots=True)
+class Handoff:
+    """Queues and flags between the two threads of a node."""
+
+    wake: Callable[[], None]
+    """Tells the loop that ``outbox``, ``events`` or ``waits_for`` changed. Called by the learner."""
+
+    outbox: deque[Outgoing] = field(default_factory=deque)
+    events: deque[Event] = field(default_factory=deque)
+    waits_for: int | None = None
+    """The round whose others' snapshots would make the learner publish early; None for none."""
+
+    news: bool = False
+    arrivals: deque[Arrival] = field(default_factory=deque)
+    blanks: dict[int, Blank] = field(default_factory=dict)
+    """A prepared buffer by fragment. The loop adds, the learner pops."""
+    others: tuple[int, int] = (-1, 0)
+    """A round and how many other learners' snapshots are in it."""
+    live: int = 1
+    """Live learners, this one included."""
+    repair: tuple[int, tuple[str, ...]] | None = None
+    """The round at which parameters turned out not to be finite, and which ones."""
+    failure: BaseException | None = None
+    """Why this node cannot go on; ``step`` raises it."""
+    takeover_seconds: float = 0.0
+
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    # The loop's side
+
+    def tell(self) -> None:
+        """Raise the flag and wake a waiting learner."""
+        self.news = True
+        with self._changed:
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Let the next ``step``, or the one that waits, raise ``error``."""
+        if self.failure is None:
+            self.failure = error
+        self.tell()
+
+    # The learner's side
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep until the flag is raised, at most ``seconds``; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.news, seconds)
+
+    def post(self, outgoing: Outgoing) -> None:
+        """Send a snapshot."""
+        self.outbox.append(outgoing)
+        self.wake()
+
+    def announce(self, event: Event) -> None:
+        """Send an event to the callbacks, which run on the loop's thread."""
+        self.events.append(event)
+        self.wake()

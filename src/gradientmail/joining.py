@@ -1,0 +1,139 @@
+"""How a node finds the run in a mailbox, or creates it, and gets its newest parameters.
+
+One node creates a run: the holder of the newest creation claim uploads the initial parameters and
+then the manifest, which is created once and decides. The others wait for it; when the creator's
+uploads stand still, a waiter takes the next claim and creates the run itself.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from gradientmail.backend.base import Backend
+from gradientmail.clock import Clock, Offload
+from gradientmail.errors import PayloadCorrupt
+from gradientmail.exchange import layout
+from gradientmail.exchange.exchange import Exchange, Payload, Sealed, store_all
+from gradientmail.exchange.records import Manifest, Ref
+from gradientmail.handoff import Version
+from gradientmail.progress import Progress
+from gradientmail.run import Fragment, Run, check_schema, payload_arrays, read_run
+from gradientmail.schema import Schema
+
+STALLED_POLLS = 30
+SLOWEST_UPLOAD = 2**20
+"""Bytes a second that a creator is trusted to upload at least."""
+
+
+async def find_run(
+    exchange: Exchange, clock: Clock, *, learner: str, poll_interval: float, largest: int
+) -> Manifest | None:
+    """The run's manifest, or None when this node now holds the claim to create it.
+
+    ``largest`` is the largest fragment's size in bytes, which bounds how long a creator's uploads
+    may stand still.
+    """
+    patience = max(STALLED_POLLS * poll_interval, largest / SLOWEST_UPLOAD)
+    uploads, moved = -1, clock.now()
+    while True:
+        manifest = await exchange.manifest()
+        if manifest is not None:
+            return manifest
+        count = len(await exchange.keys(layout.BLOBS_INIT))
+        if count != uploads:
+            uploads, moved = count, clock.now()
+        last = await exchange.last_claim(None)
+        if last is not None and last[1] == learner:
+            return None
+        stalled = clock.now() - moved > patience
+        if last is None or stalled:
+            if await exchange.claim(None, 1 if last is None else last[0] + 1, learner):
+                return None
+            moved = clock.now()
+        await clock.sleep(poll_interval)
+
+
+async def create_run(
+    exchange: Exchange,
+    offload: Offload,
+    *,
+    manifest: Callable[[tuple[Ref, ...]], Manifest],
+    fragments: Sequence[Fragment],
+    buffers: Sequence[memoryview],
+) -> tuple[Manifest, list[Payload]]:
+    """Upload the initial parameters, then the manifest.
+
+    Returns the manifest that counts and the payloads uploaded. Lost to another creator, whose
+    manifest is adopted, this node deletes those of its payloads that nothing refers to.
+    """
+
+    def key_of(fragment: Fragment) -> Callable[[str, str], str]:
+        return lambda digest, extension: layout.init_blob_key(fragment.index, digest, extension)
+
+    sealed: list[Sealed] = [
+        await offload(exchange.seal, buffer, fragment.theta, key_of(fragment))
+        for fragment, buffer in zip(fragments, buffers, strict=True)
+    ]
+    payloads = await store_all(exchange, sealed)
+    ours = manifest(tuple(payload.ref for payload in payloads))
+    counts = await exchange.create_manifest(ours)
+    if counts.init != ours.init:
+        used = {ref.key for ref in counts.init}
+        await exchange.delete(p.ref.key for p in payloads if p.ref.key not in used)
+    return counts, payloads
+
+
+async def newest_versions(
+    run: Run, exchange: Exchange, progress: Progress, backend: Backend
+) -> list[Version]:
+    """The newest committed version of every fragment, and ``progress`` at the newest record.
+
+    Raises ``PayloadCorrupt`` naming the key.
+    """
+    limit = asyncio.Semaphore(4)
+
+    async def fetch(fragment: Fragment) -> Version | None:
+        async with limit:
+            record = progress.newest(fragment.index)
+            ref = run.manifest.init[fragment.index] if record is None else record.theta
+            payload = await exchange.fetch(ref, fragment.theta)
+            if payload is None:
+                return None
+            number = 0 if record is None else record.version
+            return Version(number, payload, payload_arrays(backend, payload))
+
+    while True:
+        await progress.catch_up()
+        before = progress.next_round
+        found = await asyncio.gather(
+            *(fetch(fragment) for fragment in run.fragments), return_exceptions=True
+        )
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        versions = [result for result in found if isinstance(result, Version)]
+        if len(versions) == len(run.fragments):
+            return versions
+        # A payload that is gone was swept, because newer versions exist; unless none does.
+        await progress.catch_up()
+        if progress.next_round == before:
+            missing = next(i for i, result in enumerate(found) if result is None)
+            record = progress.newest(missing)
+            ref = run.manifest.init[missing] if record is None else record.theta
+            raise PayloadCorrupt(f"{ref.key} is missing from the mailbox; the run cannot be read")
+
+
+async def read_newest(
+    exchange: Exchange, schema: Schema, backend: Backend
+) -> tuple[int, list[Version]] | None:
+    """The newest committed round (−1 before the first) and versions, for a reader that joins not.
+
+    None when there is no run. Raises ``SchemaMismatch`` and ``PayloadCorrupt``.
+    """
+    manifest = await exchange.manifest()
+    if manifest is None:
+        return None
+    run = read_run(manifest)
+    check_schema(run, schema)
+    progress = Progress(exchange, len(run.fragments))
+    versions = await newest_versions(run, exchange, progress, backend)
+    return progress.next_round - 1, versions

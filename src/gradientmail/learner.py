@@ -1,0 +1,291 @@
+"""The training half of a node: counts, decides what is due, snapshots, aligns.
+
+Everything here runs on the training thread, does no I/O and knows no event loop. The decisions are
+pure functions over ``Standing``; ``step`` with nothing to do adds two integers and compares two.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+
+from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.algorithm.schedule import Schedule
+from gradientmail.backend.base import Parameters
+from gradientmail.events import Aligned, ParametersNotFinite
+from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
+
+NEVER = math.inf
+DECAY = 0.1
+"""Of the exponential moving average of the time between steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What the decision to publish depends on."""
+
+    local_step: int
+    rounds_seen: int
+    last_published: int
+    published_at: int
+    """``local_step`` at the last publish."""
+    overwritten_at: tuple[int, ...]
+    """By fragment, ``local_step`` when it was last overwritten."""
+
+
+def next_round(standing: Standing) -> int:
+    """The next round this learner can publish."""
+    return max(standing.last_published, standing.rounds_seen) + 1
+
+
+def due_at(standing: Standing, schedule: Schedule, in_flight: int, *, closing: bool) -> float:
+    """The local step at which the next round is due, infinity while it waits for a commit.
+
+    ``closing`` says that the round is about to close without this learner, which makes it due as
+    soon as its fragment has been trained for a step (SPEC 3).
+    """
+    number = next_round(standing)
+    if number > standing.rounds_seen + in_flight:
+        return NEVER
+    trained = standing.overwritten_at[schedule.fragment(number)] + 1
+    if closing:
+        return trained
+    return max(standing.published_at + schedule.gap(number), trained)
+
+
+def enough_others(quorum_size: int, live: int) -> int:
+    """So many others' snapshots in a round say that it is about to close."""
+    return max(min(quorum_size, live) - 1, 1)
+
+
+class Learner:
+    """The training thread's state. Made and used by that thread alone."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        versions: list[Version],
+        *,
+        learner: str,
+        rounds_seen: int,
+        algorithm: DiLoCo,
+        schedule: Schedule,
+        handoff: Handoff,
+        make_blank: Callable[[int], Blank],
+        poll_interval: float,
+    ) -> None:
+        """``versions`` are the committed fragments that the model holds now, one each."""
+        fragments = len(versions)
+        self._parameters = parameters
+        self._versions = versions
+        self._learner = learner
+        self._algorithm = algorithm
+        self._schedule = schedule
+        self._handoff = handoff
+        self._make_blank = make_blank
+        self._poll_interval = poll_interval
+        self.rounds_seen = rounds_seen
+        self.local_step = 0
+        self._tokens = 0
+        # Counts of a fragment are differences to these: a step then adds to two numbers only.
+        self._base_steps = [0] * fragments
+        self._base_tokens = [0] * fragments
+        self._overwritten_at = [0] * fragments
+        self._last_published = -1
+        self._published_at = 0
+        self._published: deque[tuple[int, int]] = deque(maxlen=algorithm.in_flight)
+        self._step_seconds = 0.0
+        self._entered = 0.0
+        self._waited = 0.0
+        self._act_at: float = min(2, self._due_at())
+
+    # Every step
+
+    def step(self, samples: int) -> None:
+        """Count one optimizer step over ``samples`` samples; align and publish when it is time."""
+        entered = perf_counter()
+        since = entered - self._entered
+        if self._step_seconds:
+            self._step_seconds += DECAY * (since - self._step_seconds)
+        elif self._entered:
+            self._step_seconds = since
+        self._entered = entered
+        self._tokens += samples
+        self.local_step += 1
+        if self.local_step >= self._act_at or self._handoff.news:
+            self._act()
+
+    def _act(self) -> None:
+        self.take_news()
+        if self.local_step >= self._due_at():
+            self._publish(final=False)
+        if self._algorithm.overlap_steps is not None:
+            self._wait_for_overlap(self._algorithm.overlap_steps)
+        self._act_at = self._due_at()
+        self._say_what_matters()
+
+    def take_news(self) -> None:
+        """Raise what the loop failed with, repair, align with what has arrived."""
+        handoff = self._handoff
+        handoff.news = False
+        if handoff.failure is not None:
+            handoff.news = True
+            raise handoff.failure
+        if handoff.repair is not None:
+            self._repair(*handoff.repair)
+            handoff.repair = None
+        while handoff.arrivals:
+            self._align(handoff.arrivals.popleft())
+
+    # Publishing
+
+    def _standing(self) -> Standing:
+        return Standing(
+            local_step=self.local_step,
+            rounds_seen=self.rounds_seen,
+            last_published=self._last_published,
+            published_at=self._published_at,
+            overwritten_at=tuple(self._overwritten_at),
+        )
+
+    def _due_at(self) -> float:
+        standing = self._standing()
+        number, others = self._handoff.others
+        closing = number == next_round(standing) and others >= enough_others(
+            self._algorithm.quorum_size, self._handoff.live
+        )
+        return due_at(standing, self._schedule, self._algorithm.in_flight, closing=closing)
+
+    def _publish(self, *, final: bool) -> None:
+        number = next_round(self._standing())
+        fragment = self._schedule.fragment(number)
+        started = perf_counter()
+        blank = self._handoff.blanks.pop(fragment, None) or self._make_blank(fragment)
+        ready = self._parameters.capture(blank.arrays)
+        self._last_published = number
+        self._published_at = self.local_step
+        self._published.append((number, self.local_step))
+        self._handoff.post(
+            Outgoing(
+                round=number,
+                fragment=fragment,
+                local_step=self.local_step,
+                steps=self.local_step - self._base_steps[fragment],
+                tokens=self._tokens - self._base_tokens[fragment],
+                rounds_seen=self.rounds_seen,
+                step_seconds=self._step_seconds,
+                final=final,
+                anchor=self._versions[fragment],
+                blank=blank,
+                ready=ready,
+                started=started,
+            )
+        )
+
+    def _say_what_matters(self) -> None:
+        """Have the loop look for others' snapshots if they could make the next round due earlier.
+
+        Not when it is due within a poll anyhow, which is the usual case and saves the requests.
+        """
+        standing = self._standing()
+        number = next_round(standing)
+        steps = self._act_at - max(
+            self.local_step, standing.overwritten_at[self._schedule.fragment(number)] + 1
+        )
+        late = math.isfinite(steps) and steps * self._step_seconds > self._poll_interval
+        wanted = number if late else None
+        if self._handoff.waits_for != wanted:
+            self._handoff.waits_for = wanted
+            self._handoff.wake()
+
+    # Aligning
+
+    def _align(self, arrival: Arrival) -> None:
+        record, mixing = arrival.record, self._algorithm.mixing
+        fragment = record.fragment
+        self._parameters.apply(arrival.staged, mixing=mixing)
+        self._versions[fragment] = arrival.version
+        steps = self.local_step - self._base_steps[fragment]
+        tokens = self._tokens - self._base_tokens[fragment]
+        mine = next((part for part in record.participants if part.learner == self._learner), None)
+        left_steps = max(steps - (mine.steps if mine else 0), 0)
+        left_tokens = max(tokens - (mine.tokens if mine else 0), 0)
+        self._base_steps[fragment] = self.local_step - math.floor(mixing * left_steps)
+        self._base_tokens[fragment] = self._tokens - math.floor(mixing * left_tokens)
+        self._overwritten_at[fragment] = self.local_step
+        self.rounds_seen = record.round
+        self._handoff.announce(
+            Aligned(
+                round=record.round,
+                fragment=fragment,
+                version=record.version,
+                steps_replaced=left_steps,
+                waited_seconds=self._waited,
+            )
+        )
+
+    def _repair(self, number: int, found: tuple[str, ...]) -> None:
+        """Put every fragment that is not finite back to its anchor, all at once.
+
+        One alone would be undone by the next backward pass, which mixes all parameters.
+        """
+        bad = set(self._parameters.not_finite())
+        for fragment, version in enumerate(self._versions):
+            if bad & version.arrays.keys():
+                self._parameters.apply(self._parameters.stage(version.arrays))
+                self._base_steps[fragment] = self.local_step
+                self._base_tokens[fragment] = self._tokens
+                self._overwritten_at[fragment] = self.local_step
+        tensors = tuple(sorted(bad | set(found)))
+        self._handoff.announce(ParametersNotFinite(tensors=tensors, round=number))
+
+    # Waiting
+
+    def _wait_for_overlap(self, overlap_steps: int) -> None:
+        """Wait while a round published ``overlap_steps`` or more steps ago is not aligned with."""
+        while any(
+            number > self.rounds_seen and self.local_step - at >= overlap_steps
+            for number, at in self._published
+        ):
+            began = perf_counter()
+            self._handoff.wait(1.0)
+            self._waited += perf_counter() - began
+            self.take_news()
+        self._entered += self._waited  # the time between steps does not count waiting in one
+        self._waited = 0.0
+
+    # Leaving
+
+    def in_flight(self) -> tuple[int, ...]:
+        """The rounds that this learner published and that are not aligned with yet."""
+        return tuple(number for number, _ in self._published if number > self.rounds_seen)
+
+    def leave(self, patience: Callable[[], float]) -> tuple[int, ...]:
+        """Publish final snapshots if the algorithm says so, and wait for all that is in flight.
+
+        Stops when nothing has landed for ``patience()`` seconds; returns the rounds given up.
+        """
+        landed, seen = monotonic(), self.rounds_seen
+        remaining = len(self._versions) if self._algorithm.flush_on_close else 0
+        while True:
+            while remaining and self.local_step >= self._final_due():
+                self._publish(final=True)
+                remaining -= 1
+            if not self.in_flight():
+                return ()
+            self._handoff.wait(0.5)
+            self.take_news()
+            if self.rounds_seen != seen:
+                landed, seen = monotonic(), self.rounds_seen
+            if monotonic() - landed > patience():
+                return self.in_flight()
+
+    def _final_due(self) -> float:
+        standing = self._standing()
+        return due_at(standing, self._schedule, self._algorithm.in_flight, closing=True)
+
+    def settle(self) -> None:
+        """Set the model to the newest committed version that this node holds of each fragment."""
+        for version in self._versions:
+            self._parameters.apply(self._parameters.stage(version.arrays))

@@ -1,0 +1,130 @@
+"""A thread with an event loop in it, and threads for blocking work, that never keep a process alive.
+
+``concurrent.futures`` joins its threads when the interpreter exits, so that one call that hangs in
+a store would keep the process. The threads here are daemons: an abandoned call dies with it.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, override
+
+
+class DaemonExecutor(ThreadPoolExecutor):
+    """Runs calls on up to ``max_workers`` daemon threads, started as they are needed.
+
+    A ``ThreadPoolExecutor`` because an event loop takes no other as its default executor.
+    """
+
+    def __init__(self, max_workers: int, name: str) -> None:
+        """Start no thread yet."""
+        super().__init__(max_workers=max_workers)
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._free = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self._started = 0
+        self._limit = max_workers
+        self._name = name
+
+    @override
+    def submit[**P, T](self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run ``fn(*args, **kwargs)`` on one of the threads."""
+        future: Future[T] = Future()
+
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 - it belongs to the future
+                future.set_exception(error)
+
+        self._calls.put(call)
+        with self._lock:
+            if not self._free.acquire(blocking=False) and self._started < self._limit:
+                self._started += 1
+                threading.Thread(
+                    target=self._work, name=f"{self._name}-{self._started}", daemon=True
+                ).start()
+        return future
+
+    @override
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let the threads end when their calls have; they are never waited for."""
+        for _ in range(self._started):
+            self._calls.put(_end)
+
+    def _work(self) -> None:
+        while True:
+            call = self._calls.get()
+            if call is _end:
+                return
+            call()
+            del call
+            self._free.release()
+
+
+def _end() -> None:
+    """What a thread gets instead of a call when it should end."""
+
+
+class LoopThread:
+    """A running event loop on a daemon thread."""
+
+    def __init__(self, name: str) -> None:
+        """Start the thread; the loop runs when this returns."""
+        self.loop = asyncio.new_event_loop()
+        self._blocking = DaemonExecutor(16, f"{name}-store")
+        self._compute = DaemonExecutor(2, f"{name}-tensors")
+        self.loop.set_default_executor(self._blocking)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    async def offload[**P, T](
+        self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run ``work`` on a thread for tensor work, on behalf of the loop."""
+        future = self._compute.submit(work, *args, **kwargs)
+        return await asyncio.wrap_future(future)
+
+    def call[T](self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run ``work`` on the loop and wait for its result; cancelled when the wait ends early."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result(timeout)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def notify(self, callback: Callable[[], object]) -> None:
+        """Have the loop call ``callback`` soon; nothing when it has ended."""
+        try:
+            self.loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # the loop is closed: there is nobody to tell
+            return
+
+    def stop(self, patience: float) -> None:
+        """Cancel what runs, end the loop; wait for its thread at most ``patience`` seconds."""
+        self.notify(self._cancel_all)
+        self._thread.join(patience)
+        self._compute.shutdown()
+        self._blocking.shutdown()
+        if not self._thread.is_alive():
+            self.loop.close()
+
+    def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+
+        async def end() -> None:
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.loop.stop()
+
+        self._ending = self.loop.create_task(end())

@@ -1,0 +1,270 @@
+"""The loop half of one node, put together: joins, runs its tasks, leaves.
+
+It takes its mailbox, clock, random numbers and the way work leaves the loop as arguments. A session
+runs it on a thread of its own; a simulated world runs many of them in one thread.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.algorithm.partition import partition
+from gradientmail.backend.base import Backend, Parameters
+from gradientmail.clock import Clock, Offload
+from gradientmail.courier import Courier
+from gradientmail.errors import LearnerReplaced, MailboxUnavailable
+from gradientmail.events import (
+    Event,
+    Joined,
+    LeaseLost,
+    LeaseRenewed,
+    RunCreated,
+    StoreUnavailable,
+    TaskFailed,
+)
+from gradientmail.exchange.exchange import Exchange, Payload
+from gradientmail.exchange.lease import Lease
+from gradientmail.exchange.records import Manifest, Ref
+from gradientmail.handoff import Handoff, Version
+from gradientmail.joining import create_run, find_run, newest_versions
+from gradientmail.mailbox.base import Mailbox
+from gradientmail.mailbox.retrying import RetryingMailbox
+from gradientmail.run import Fragment, Run, check_algorithm, check_schema, fragments_of, read_run
+from gradientmail.schema import Schema
+from gradientmail.syncer import Syncer
+from gradientmail.watch import Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is this node's own; the rest is the run's. Times in seconds."""
+
+    learner: str
+    poll_interval: float = 1.0
+    lease_every: float = 60.0
+    lease_timeout: float = 120.0
+    compressed: bool = False
+
+
+class Node:
+    """The loop half of a node. Used on the loop's thread, one call after the other."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        settings: Settings,
+        handoff: Handoff,
+        *,
+        clock: Clock,
+        random: Random,
+        offload: Offload,
+        take: Callable[[int], memoryview],
+        announce: Callable[[Event], None],
+    ) -> None:
+        """Nothing is read or written yet."""
+        self.settings = settings
+        self._handoff = handoff
+        self._clock = clock
+        self._offload = offload
+        self._announce = announce
+        retrying = RetryingMailbox(
+            mailbox, clock=clock, random=random, on_unavailable=self._on_unavailable
+        )
+        self.exchange = Exchange(
+            retrying, offload=offload, take=take, compressed=settings.compressed
+        )
+        self._lease = Lease(retrying, settings.learner, f"{random.getrandbits(64):016x}")
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing: asyncio.Task[None] | None = None
+        self._created: list[Payload] = []
+        """The initial payloads, held until the model's versions refer to them."""
+        self.watch: Watch | None = None
+        self.courier: Courier | None = None
+        self.syncer: Syncer | None = None
+
+    # Joining, in this order
+
+    async def find(self, largest: int) -> Manifest | None:
+        """Take the lease, then find the run; None when this node is to create it.
+
+        ``largest`` is the size of the largest fragment in bytes.
+        """
+        await self._lease.acquire()
+        self._start(self._keep_lease())
+        return await find_run(
+            self.exchange,
+            self._clock,
+            learner=self.settings.learner,
+            poll_interval=self.settings.poll_interval,
+            largest=largest,
+        )
+
+    async def create(
+        self, schema: Schema, algorithm: DiLoCo, buffers: Sequence[memoryview]
+    ) -> Manifest:
+        """Create the run from theta payload buffers, one a fragment of ``planned``'s."""
+        fragments = planned(schema, algorithm)
+
+        def manifest(init: tuple[Ref, ...]) -> Manifest:
+            return Manifest(
+                schema=schema,
+                plan=tuple(tuple(spec.name for spec in one.specs) for one in fragments),
+                algorithm=algorithm.to_json(),
+                init=init,
+                created_by=self.settings.learner,
+            )
+
+        counts, self._created = await create_run(
+            self.exchange,
+            self._offload,
+            manifest=manifest,
+            fragments=fragments,
+            buffers=buffers,
+        )
+        if counts.created_by == self.settings.learner:
+            parameters = sum(spec.count for spec in schema)
+            self._announce(RunCreated(fragments=len(fragments), parameters=parameters))
+        return counts
+
+    async def enter(
+        self, manifest: Manifest, schema: Schema, algorithm: DiLoCo, backend: Backend
+    ) -> tuple[Run, list[Version]]:
+        """Check that model and options are the run's, and read its newest parameters."""
+        run = read_run(manifest)
+        check_schema(run, schema)
+        check_algorithm(run, algorithm)
+        settings = self.settings
+        self.watch = Watch(
+            self.exchange,
+            self._clock,
+            learner=settings.learner,
+            fragments=len(run.fragments),
+            poll_interval=settings.poll_interval,
+            lease_every=settings.lease_every,
+            lease_timeout=settings.lease_timeout,
+            announce=self._announce,
+        )
+        versions = await newest_versions(run, self.exchange, self.watch.progress, backend)
+        self._created = []
+        await self.watch.refresh_leases()
+        return run, versions
+
+    def start(
+        self,
+        run: Run,
+        versions: list[Version],
+        *,
+        parameters: Parameters,
+        backend: Backend,
+        merging: Backend,
+    ) -> Courier:
+        """Begin to poll, publish, fetch and close rounds."""
+        assert self.watch is not None
+        self.courier = Courier(
+            run,
+            self.exchange,
+            self.watch,
+            self._handoff,
+            backend=backend,
+            parameters=parameters,
+            versions=versions,
+            learner=self.settings.learner,
+            clock=self._clock,
+            offload=self._offload,
+            announce=self._announce,
+        )
+        self.syncer = Syncer(
+            run,
+            self.exchange,
+            self.watch,
+            backend=merging,
+            learner=self.settings.learner,
+            clock=self._clock,
+            offload=self._offload,
+            announce=self._announce,
+        )
+        self._handoff.takeover_seconds = self.watch.takeover_seconds()
+        self._handoff.live = len(self.watch.live)
+        self._announce(Joined(learner=self.settings.learner, rounds_seen=self.watch.next_round - 1))
+        self._start(self.watch.run())
+        self._start(self.courier.run())
+        self._closing = self._start(self.syncer.run())
+        return self.courier
+
+    # Leaving
+
+    async def leave(self, *, patience: float) -> None:
+        """Finish a commit under way, stop all tasks, delete the lease; within about ``patience``."""
+        try:
+            async with asyncio.timeout(patience):
+                if self.syncer is not None and self._closing is not None:
+                    self.syncer.stop()
+                    await asyncio.wait([self._closing], timeout=patience / 2)
+                await self.abandon()
+                await self._lease.release()
+        except Exception as error:
+            self._announce(TaskFailed(task="lease", error=repr(error)))
+
+    async def abandon(self) -> None:
+        """Stop all tasks where they are."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    # Tasks
+
+    def _start(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(self._guard(work))
+        self._tasks.append(task)
+        return task
+
+    async def _guard(self, work: Coroutine[Any, Any, object]) -> None:
+        """A task that ends by an error nobody foresaw ends the training too, loudly."""
+        try:
+            await work
+        except Exception as error:
+            self._handoff.fail(error)
+
+    async def _keep_lease(self) -> None:
+        while True:
+            await self._clock.sleep(self.settings.lease_every)
+            try:
+                held = await self._lease.renew()
+            except Exception as error:
+                self._announce(TaskFailed(task="lease", error=repr(error)))
+                await self._clock.sleep(self.settings.poll_interval)
+                continue
+            if not held:
+                self._step_aside()
+                return
+            live = tuple(sorted(self.watch.live)) if self.watch is not None else ()
+            self._announce(LeaseRenewed(beat=self._lease.beat, live=live))
+
+    def _step_aside(self) -> None:
+        """A newer process has this learner's id: it goes on, this one writes nothing more."""
+        learner = self.settings.learner
+        if self.courier is not None:
+            self.courier.silent = True
+        if self.syncer is not None:
+            self.syncer.stop()
+        self._announce(LeaseLost(learner=learner))
+        self._handoff.fail(
+            LearnerReplaced(
+                f"another process joined this run with the learner id {learner!r} and goes on with "
+                "it; this one publishes nothing more. Stop this process, or give every process a "
+                "learner_id of its own"
+            )
+        )
+
+    def _on_unavailable(self, operation: str, error: MailboxUnavailable, delay: float) -> None:
+        self._announce(StoreUnavailable(operation=operation, error=str(error), retry_seconds=delay))
+
+
+def planned(schema: Schema, algorithm: DiLoCo) -> tuple[Fragment, ...]:
+    """The fragments that a run of this model and these options has."""
+    plan = partition(schema, algorithm.partition, algorithm.fragments)
+    return fragments_of(schema, plan, algorithm)

@@ -1,0 +1,127 @@
+"""How far a run has come: its newest records, found with few requests."""
+
+import asyncio
+from collections.abc import Callable
+
+from gradientmail.errors import ProtocolError
+from gradientmail.exchange import layout
+from gradientmail.exchange.exchange import Exchange
+from gradientmail.exchange.records import RoundRecord
+
+AT_ONCE = 8
+"""Records read at a time."""
+
+
+class Progress:
+    """The records that matter: the newest of every fragment, and those whose payloads still exist.
+
+    Records are never deleted and have no gaps. Used on the loop's thread.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        fragments: int,
+        on_record: Callable[[RoundRecord], None] | None = None,
+    ) -> None:
+        """``on_record`` is called with every record taken in, in order."""
+        self._exchange = exchange
+        self._fragments = fragments
+        self._on_record = on_record
+        self.next_round = 0
+        self.history: dict[int, RoundRecord] = {}
+        """By round, at least the last P and at most 2P + 1."""
+
+    def newest(self, fragment: int) -> RoundRecord | None:
+        """The newest record of a fragment, None before its first commit."""
+        latest = self.next_round - 1
+        return self.history.get(latest - (latest - fragment) % self._fragments)
+
+    @property
+    def latest(self) -> RoundRecord | None:
+        """The newest record of all."""
+        return self.history.get(self.next_round - 1)
+
+    def advance(self, record: RoundRecord) -> None:
+        """Take in the next record, read from the mailbox or committed here."""
+        self._check(record, self.next_round)
+        self._take_in(record)
+
+    async def read_next(self) -> bool:
+        """Look for the next record, once; a node that turns out to be behind catches up."""
+        if not await self._read_one():
+            return False
+        if await self._read_one():  # one more has come already
+            await self.catch_up()
+        return True
+
+    async def catch_up(self) -> None:
+        """Find the newest record, and read those that matter up to it.
+
+        The end is found by doubling steps and bisection: about 2·log₂(n) GETs for n rounds, where
+        a listing would page through all of them.
+        """
+        probed: dict[int, RoundRecord] = {}
+        last = await self._last(probed)
+        wanted = range(max(self.next_round, last + 1 - self._fragments), last + 1)
+        limit = asyncio.Semaphore(AT_ONCE)
+
+        async def read(number: int) -> None:
+            async with limit:
+                if not await self._probe(number, probed):
+                    raise ProtocolError(f"{layout.round_key(number)} is missing below later rounds")
+
+        reads = [read(number) for number in wanted if number not in probed]
+        for result in await asyncio.gather(*reads, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+        for number in wanted:
+            if number >= self.next_round:  # this node's own commits may have come in meanwhile
+                self._take_in(probed[number])
+
+    async def _last(self, probed: dict[int, RoundRecord]) -> int:
+        """The last round that is committed."""
+        low, step = self.next_round - 1, 1
+        while await self._probe(low + step, probed):
+            low, step = low + step, step * 2
+        high = low + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            if await self._probe(middle, probed):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    async def _probe(self, number: int, probed: dict[int, RoundRecord]) -> bool:
+        record = await self._exchange.round(number)
+        if record is None:
+            return False
+        self._check(record, number)
+        probed[number] = record
+        return True
+
+    async def _read_one(self) -> bool:
+        number = self.next_round
+        record = await self._exchange.round(number)
+        if record is None:
+            return False
+        if number == self.next_round:  # else this node committed it meanwhile
+            self.advance(record)
+        return True
+
+    def _check(self, record: RoundRecord, number: int) -> None:
+        expected = (number, number % self._fragments, number // self._fragments + 1)
+        if (record.round, record.fragment, record.version) != expected:
+            raise ProtocolError(
+                f"{layout.round_key(number)} holds round {record.round}, fragment "
+                f"{record.fragment}, version {record.version}; expected {expected}"
+            )
+
+    def _take_in(self, record: RoundRecord) -> None:
+        self.history[record.round] = record
+        self.next_round = record.round + 1
+        for number in [n for n in self.history if n < record.round - 2 * self._fragments]:
+            del self.history[number]
+        if self._on_record is not None:
+            self._on_record(record)

@@ -1,0 +1,141 @@
+"""What never changes in a run: schema, plan, options, and the layout of every payload."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.algorithm.precision import delta_specs, outer_specs, update_specs
+from gradientmail.algorithm.schedule import Schedule
+from gradientmail.backend.base import Array, Backend
+from gradientmail.errors import ProtocolError, RunConfigMismatch, SchemaMismatch
+from gradientmail.exchange.exchange import Payload
+from gradientmail.exchange.payload import PayloadLayout
+from gradientmail.exchange.records import Manifest
+from gradientmail.schema import BITS, Schema, TensorSpec, schema_differences, schema_digest
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """One fragment's tensors and how its payloads look."""
+
+    index: int
+    specs: tuple[TensorSpec, ...]
+    theta: PayloadLayout
+    delta: PayloadLayout
+    outer: PayloadLayout
+    update: PayloadLayout | None
+
+    @cached_property
+    def spans(self) -> tuple[tuple[str, int, int], ...]:
+        """Neighbouring tensors of one dtype in theta, taken together: dtype, start, stop.
+
+        One call then serves hundreds of small tensors.
+        """
+        spans: list[tuple[str, int, int]] = []
+        for slot in self.theta.slots.values():
+            if spans and spans[-1][0] == slot.dtype and spans[-1][2] == slot.start:
+                spans[-1] = (slot.dtype, spans[-1][1], slot.stop)
+            else:
+                spans.append((slot.dtype, slot.start, slot.stop))
+        return tuple(spans)
+
+
+def fragment_of(index: int, specs: Sequence[TensorSpec], algorithm: DiLoCo) -> Fragment:
+    """Lay out the payloads of one fragment."""
+    update = None
+    if algorithm.commit_dtype is not None:
+        update = PayloadLayout(update_specs(specs, algorithm.commit_dtype))
+    return Fragment(
+        index=index,
+        specs=tuple(specs),
+        theta=PayloadLayout(specs),
+        delta=PayloadLayout(delta_specs(specs, algorithm.delta_dtype)),
+        outer=PayloadLayout(outer_specs(specs, commit_dtype=algorithm.commit_dtype)),
+        update=update,
+    )
+
+
+def fragments_of(
+    schema: Schema, plan: Sequence[Sequence[str]], algorithm: DiLoCo
+) -> tuple[Fragment, ...]:
+    """Lay out all fragments of a plan."""
+    by_name = {spec.name: spec for spec in schema}
+    return tuple(
+        fragment_of(index, [by_name[name] for name in names], algorithm)
+        for index, names in enumerate(plan)
+    )
+
+
+class Run:
+    """A run as its manifest describes it."""
+
+    def __init__(self, manifest: Manifest, algorithm: DiLoCo) -> None:
+        """``algorithm`` is the manifest's, read."""
+        self.manifest = manifest
+        self.algorithm = algorithm
+        self.schema = manifest.schema
+        self.digest = schema_digest(manifest.schema)
+        self.fragments = fragments_of(manifest.schema, manifest.plan, algorithm)
+        self.schedule = Schedule(algorithm.sync_every, len(self.fragments))
+
+
+def read_run(manifest: Manifest) -> Run:
+    """The run of a manifest; ``ProtocolError`` when its options are not understood."""
+    try:
+        algorithm = DiLoCo.from_json(manifest.algorithm)
+    except ValueError as error:
+        raise ProtocolError(
+            f"the run's manifest has options this version cannot use: {error}"
+        ) from None
+    return Run(manifest, algorithm)
+
+
+def check_schema(run: Run, schema: Schema) -> None:
+    """Raise ``SchemaMismatch`` listing every parameter that differs from the run's."""
+    lines = schema_differences(schema, run.schema)
+    if lines:
+        shown = "\n  ".join(lines[:20]) + (
+            f"\n  … and {len(lines) - 20} more" if len(lines) > 20 else ""
+        )
+        raise SchemaMismatch(
+            f"this model is not the one that the run under this mailbox trains; {len(lines)} "
+            f"parameters differ:\n  {shown}\nUse the run's model, or another prefix for a new run."
+        )
+
+
+def check_algorithm(run: Run, algorithm: DiLoCo) -> None:
+    """Raise ``RunConfigMismatch`` listing every option that differs from the run's."""
+    lines = algorithm.differences(run.algorithm)
+    if lines:
+        shown = "\n  ".join(lines)
+        raise RunConfigMismatch(
+            "the run under this mailbox was created with other options (this node's, then the "
+            f"run's):\n  {shown}\nUse the run's options, or another prefix for a new run."
+        )
+
+
+def arrays_over(backend: Backend, buffer: memoryview, layout: PayloadLayout) -> dict[str, Array]:
+    """The tensors of a payload buffer that has exactly this layout, by name."""
+    return {
+        name: backend.array(buffer[slot.start : slot.stop], slot.dtype, slot.shape)
+        for name, slot in layout.slots.items()
+    }
+
+
+def payload_arrays(backend: Backend, payload: Payload) -> dict[str, Array]:
+    """The tensors of a payload, by name; its order may differ from ours."""
+    return {
+        name: backend.array(payload.data(name), slot.dtype, slot.shape)
+        for name, slot in payload.slots.items()
+    }
+
+
+def flat_arrays(
+    backend: Backend, buffer: memoryview, spans: Sequence[tuple[str, int, int]]
+) -> list[Array]:
+    """One flat array a span."""
+    return [
+        backend.array(buffer[start:stop], dtype, ((stop - start) * 8 // BITS[dtype],))
+        for dtype, start, stop in spans
+    ]

@@ -1,0 +1,357 @@
+"""The user's object: puts a node together around a model and a mailbox.
+
+The only place that constructs concrete classes, and the owner of the one background thread that the
+loop half of the node runs on. The training thread is whichever calls ``step``.
+"""
+
+import atexit
+import operator
+from collections.abc import Callable, Iterable
+from random import Random
+from types import TracebackType
+from typing import Literal, Self
+
+from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.backend import backend_for
+from gradientmail.backend.base import Backend
+from gradientmail.buffers import BufferPool
+from gradientmail.clock import MonotonicClock
+from gradientmail.errors import SessionClosed
+from gradientmail.events import Announcer, Callback, Closed, GaveUp, log_events
+from gradientmail.exchange.exchange import Exchange
+from gradientmail.exchange.layout import check_learner_id, default_learner_id
+from gradientmail.exchange.records import Manifest
+from gradientmail.handoff import Blank, Handoff, Version
+from gradientmail.joining import read_newest
+from gradientmail.learner import Learner
+from gradientmail.loop_thread import LoopThread
+from gradientmail.mailbox.base import Mailbox
+from gradientmail.mailbox.retrying import RetryingMailbox
+from gradientmail.node import Node, Settings, planned
+from gradientmail.run import Run, arrays_over
+
+LEAVE_SECONDS = 30.0
+"""A clean exit gives the store so long to take the last words."""
+ABANDON_SECONDS = 1.0
+"""An exit by exception gives it so long to delete the lease."""
+
+
+class Session:
+    """A node of a run: one model in training, in exchange with others through a mailbox.
+
+    Constructing it joins: it creates the run from the model's parameters or loads the newest
+    committed ones into the model, and returns with this learner's lease held. Use it as a context
+    manager around the training loop and call ``step`` after every optimizer step.
+
+    Args:
+        model: a ``torch.nn.Module``. Its trainable parameters are exchanged, written in place.
+        algorithm: the run's options; all nodes of a run have the same.
+        mailbox: where the run is.
+        learner_id: 1 to 64 of ``a-z``, ``0-9``, ``-``, unique among the run's live nodes; one that
+            restarts may keep its own. Default: host name and process id.
+        poll_interval: seconds between looks at the mailbox. Requests cost money, waiting costs time.
+        backend: what merges rounds when this node closes them. Default: the model's own framework,
+            on the host.
+        compression: ``"off"`` or ``"zstd"``, of what this node uploads.
+        lease_every: seconds between signs of life.
+        lease_timeout: seconds without one after which a learner counts as gone.
+        callbacks: called with every event (``gradientmail.events``) on the background thread.
+
+    Raises:
+        SchemaMismatch: the run there trains a model with other parameters.
+        RunConfigMismatch: the run there has other options.
+        PayloadCorrupt: the run's parameters cannot be read.
+        ValueError, TypeError: an argument is not usable; says which and why.
+    """
+
+    def __init__(
+        self,
+        model: object,
+        *,
+        algorithm: DiLoCo,
+        mailbox: Mailbox,
+        learner_id: str | None = None,
+        poll_interval: float = 1.0,
+        backend: Backend | None = None,
+        compression: Literal["off", "zstd"] = "off",
+        lease_every: float = 60.0,
+        lease_timeout: float = 120.0,
+        callbacks: Iterable[Callback] = (log_events,),
+    ) -> None:
+        """Join the run. Blocks until the model holds its newest parameters."""
+        self._closed = False
+        _check_arguments(algorithm, mailbox, compression)
+        settings = Settings(
+            learner=default_learner_id() if learner_id is None else check_learner_id(learner_id),
+            poll_interval=_seconds("poll_interval", poll_interval),
+            lease_every=_seconds("lease_every", lease_every),
+            lease_timeout=_seconds("lease_timeout", lease_timeout),
+            compressed=compression == "zstd",
+        )
+        if settings.lease_every >= settings.lease_timeout:
+            raise ValueError(
+                f"lease_every ({lease_every}) must be shorter than lease_timeout "
+                f"({lease_timeout}): a lease that is renewed too late looks like a crash"
+            )
+        self._settings = settings
+        self._algorithm = algorithm
+        self._announce = Announcer(tuple(callbacks))
+        self._backend = backend_for(model)
+        self._merging = self._backend if backend is None else backend
+        self._parameters = self._backend.bind(model)
+        self._pool = BufferPool(allocate=self._backend.allocate)
+        self._thread = LoopThread(f"gradientmail-{settings.learner}")
+        self._handoff = Handoff(wake=self._wake)
+        self._node = Node(
+            mailbox,
+            settings,
+            self._handoff,
+            clock=MonotonicClock(),
+            random=Random(),  # noqa: S311 - jitter and a token, no secret
+            offload=self._thread.offload,
+            take=self._pool.take,
+            announce=self._announce,
+        )
+        try:
+            self._learner = self._join()
+        except BaseException:
+            self._end(clean=False, announce=False)
+            raise
+        self._step: Callable[[int], None] = self._learner.step
+        atexit.register(self._abandon)
+
+    # Joining
+
+    def _join(self) -> Learner:
+        schema, call = self._parameters.schema, self._thread.call
+        fragments = planned(schema, self._algorithm)
+        largest = max(fragment.theta.nbytes for fragment in fragments)
+        self._pool.idle_limit = max(2 * largest, 2**24)
+        manifest = call(self._node.find(largest)) or self._create()
+        run, versions = call(self._node.enter(manifest, schema, self._algorithm, self._backend))
+        for version in versions:
+            self._parameters.apply(self._parameters.stage(version.arrays))
+        return self._start(run, versions)
+
+    def _create(self) -> Manifest:
+        """Copy the model's parameters and create the run from them."""
+        schema = self._parameters.schema
+        buffers = []
+        for fragment in planned(schema, self._algorithm):
+            buffer = fragment.theta.blank(self._pool.take)
+            self._parameters.capture(arrays_over(self._backend, buffer, fragment.theta))()
+            buffers.append(buffer)
+        return self._thread.call(self._node.create(schema, self._algorithm, buffers))
+
+    def _start(self, run: Run, versions: list[Version]) -> Learner:
+        async def start() -> Callable[[int], Blank]:
+            return self._node.start(
+                run,
+                versions,
+                parameters=self._parameters,
+                backend=self._backend,
+                merging=self._merging,
+            ).make_blank
+
+        assert self._node.watch is not None
+        seen = self._node.watch.next_round - 1
+        make_blank = self._thread.call(start())
+        return Learner(
+            self._parameters,
+            versions,
+            learner=self._settings.learner,
+            rounds_seen=seen,
+            algorithm=self._algorithm,
+            schedule=run.schedule,
+            handoff=self._handoff,
+            make_blank=make_blank,
+            poll_interval=self._settings.poll_interval,
+        )
+
+    def _wake(self) -> None:
+        """Tell the loop to look at the handoff."""
+        courier = self._node.courier
+        if courier is not None:
+            self._thread.notify(courier.woken.set)
+
+    # Training
+
+    def step(self, *, samples: int) -> None:
+        """Count one optimizer step over ``samples`` samples, and exchange what is due.
+
+        Call it after every optimizer step, from one thread. It does no I/O; with nothing due it
+        takes microseconds, otherwise it copies a fragment. It waits only if the algorithm has
+        ``overlap_steps``.
+
+        Raises:
+            ValueError, TypeError: ``samples`` is not a positive integer.
+            LearnerReplaced: another process joined with this learner's id.
+            SessionClosed: the session has been closed.
+        """
+        if type(samples) is not int or samples < 1:
+            samples = _positive_integer(samples)
+        self._step(samples)
+
+    @property
+    def learner_id(self) -> str:
+        """This node's name in the run."""
+        return self._settings.learner
+
+    @property
+    def rounds_seen(self) -> int:
+        """The newest committed round that the model holds, −1 in a fresh run."""
+        return self._learner.rounds_seen
+
+    @property
+    def batch_size(self) -> int | None:
+        """``⌈global_batch_size / live learners⌉``; None without a ``global_batch_size``."""
+        whole = self._algorithm.global_batch_size
+        return None if whole is None else -(-whole // max(self._handoff.live, 1))
+
+    # Leaving
+
+    def close(self) -> None:
+        """Leave the run: wait for this learner's rounds in flight, then hold the newest commit.
+
+        Local steps since a fragment's last snapshot are dropped, or with ``flush_on_close``
+        published first. Gives up when nothing has landed for ``lease_timeout`` and the takeover
+        timeout together. Closing twice is no error.
+        """
+        if self._closed:
+            return
+        try:
+            self._leave()
+        except BaseException:
+            self._end(clean=False)
+            raise
+        self._end(clean=True)
+
+    def _leave(self) -> None:
+        def patience() -> float:
+            return self._settings.lease_timeout + self._handoff.takeover_seconds
+
+        missed = self._learner.leave(patience)
+        courier = self._node.courier
+        if missed:
+            self._announce(GaveUp(rounds=missed, waited_seconds=patience()))
+        elif courier is not None:
+            try:
+                self._thread.call(courier.bring_newest(), LEAVE_SECONDS)
+            except TimeoutError:
+                pass
+            self._learner.take_news()
+        self._learner.settle()
+
+    def _end(self, *, clean: bool, announce: bool = True) -> None:
+        """Stop the node and its thread. Waits little unless ``clean``."""
+        if self._closed:
+            return
+        self._closed = True
+        self._step = _refuse
+        atexit.unregister(self._abandon)
+        patience = LEAVE_SECONDS if clean else ABANDON_SECONDS
+        try:
+            self._thread.call(self._node.leave(patience=patience), patience + 0.5)
+        except TimeoutError:
+            pass  # the store hangs; the lease will run out by itself
+        finally:
+            while self._handoff.events:
+                self._announce(self._handoff.events.popleft())
+            if announce:
+                self._announce(
+                    Closed(learner=self.learner_id, rounds_seen=self.rounds_seen, clean=clean)
+                )
+            self._thread.stop(0.3)
+
+    def _abandon(self) -> None:
+        """At interpreter exit, when nobody closed the session."""
+        self._end(clean=False)
+
+    def __enter__(self) -> Self:
+        """Nothing more: constructing it joined."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close; if the body raised, leave at once, publish and await nothing."""
+        if kind is None:
+            self.close()
+        else:
+            self._end(clean=False)
+
+
+def align(model: object, *, mailbox: Mailbox) -> int:
+    """Load the newest committed parameters of the run under ``mailbox`` into ``model``.
+
+    Publishes nothing, claims nothing. Returns the newest committed round, −1 if there is none: then
+    the model gets the run's initial parameters, or stays as it is when there is no run yet.
+
+    Raises:
+        SchemaMismatch: the run there trains a model with other parameters.
+        PayloadCorrupt: its parameters cannot be read.
+    """
+    _check_mailbox(mailbox)
+    backend = backend_for(model)
+    parameters = backend.bind(model)
+    thread = LoopThread("gradientmail-align")
+    try:
+        exchange = Exchange(
+            RetryingMailbox(mailbox, clock=MonotonicClock(), random=Random()),  # noqa: S311
+            offload=thread.offload,
+            take=BufferPool(allocate=backend.allocate).take,
+        )
+        found = thread.call(read_newest(exchange, parameters.schema, backend))
+        if found is None:
+            return -1
+        newest, versions = found
+        for version in versions:
+            parameters.apply(parameters.stage(version.arrays))
+        return newest
+    finally:
+        thread.stop(ABANDON_SECONDS)
+
+
+def _refuse(samples: int) -> None:
+    raise SessionClosed("this session is closed; make a new Session to train on")
+
+
+def _positive_integer(samples: object) -> int:
+    if isinstance(samples, bool):
+        raise TypeError("samples must be a positive integer, not a bool")
+    try:
+        count = operator.index(samples)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"samples must be a positive integer, not {type(samples).__name__}: the number of "
+            "samples (or tokens) in this optimizer step"
+        ) from None
+    if count < 1:
+        raise ValueError(f"samples must be a positive integer, not {count}")
+    return count
+
+
+def _seconds(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be a positive number of seconds, not {value!r}")
+    return float(value)
+
+
+def _check_arguments(algorithm: object, mailbox: object, compression: object) -> None:
+    if not isinstance(algorithm, DiLoCo):
+        raise TypeError(f"algorithm must be a DiLoCo, not {type(algorithm).__name__}")
+    _check_mailbox(mailbox)
+    if compression not in ("off", "zstd"):
+        raise ValueError(f'compression must be "off" or "zstd", not {compression!r}')
+
+
+def _check_mailbox(mailbox: object) -> None:
+    if not isinstance(mailbox, Mailbox):
+        raise TypeError(
+            f"mailbox must have put_if_absent, get, list and delete; {type(mailbox).__name__} has not"
+        )

@@ -1,0 +1,382 @@
+"""The half of a node that closes rounds: collects, merges, commits, recovers, sweeps.
+
+It imports no framework: tensors are the backend's, bytes the exchange's. What it knows of the
+mailbox it reads from the watch, and what it holds of a fragment is what the newest record names, so
+that any node can take its place after any record.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gradientmail.algorithm.outer import FragmentState, OuterStep
+from gradientmail.backend.base import Array, Backend
+from gradientmail.clock import Clock, Offload, wait_or_sleep
+from gradientmail.collecting import Collector, take_new
+from gradientmail.election import Election
+from gradientmail.errors import PayloadCorrupt
+from gradientmail.events import Contribution, Event, RoundCommitted, RoundSuperseded, TaskFailed
+from gradientmail.exchange import layout
+from gradientmail.exchange.exchange import Exchange, Payload
+from gradientmail.exchange.payload import PayloadLayout, sha256_hex
+from gradientmail.exchange.records import Estimates, Ref, RoundRecord, Update
+from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
+from gradientmail.sweeping import known_keys, sweep_thoroughly
+from gradientmail.watch import Watch
+
+DECAY = 0.1
+
+
+def moving_average(old: float | None, value: float | None) -> float | None:
+    """Exponential, decay 0.1, the first value as it is; unknown values change nothing."""
+    if value is None:
+        return old
+    return value if old is None else (1 - DECAY) * old + DECAY * value
+
+
+def grace_seconds(estimates: Estimates, *, gap: int, in_flight: int, overlap: int | None) -> float:
+    """How long a round stays open after its quorum (SPEC 5.3), 0 while an estimate is missing.
+
+    Half of the time in which the learners can train on without the commit, less what closing
+    takes, and never longer than the learners need to the next round.
+    """
+    step, quorum, sync = estimates.step, estimates.quorum, estimates.sync
+    if step is None or quorum is None or sync is None:
+        return 0.0
+    ahead = in_flight * gap if overlap is None else min(in_flight * gap, overlap)
+    return min(max(ahead * step - (quorum + sync), 0.0) / 2, gap * step)
+
+
+def may_close(accepted: int, quorum_size: int, *, everyone: bool) -> bool:
+    """Whether a round has enough: the quorum, or all there can be and at least one."""
+    return accepted >= quorum_size or (everyone and accepted >= 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A fragment as its closer holds it."""
+
+    version: int
+    theta: Payload
+    outer: Payload | None
+    """None before the first commit: zero momentum, the master is theta."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """A round whose contributions are complete."""
+
+    collector: Collector
+    claim: int
+    quorum_seconds: float
+    grace_seconds: float
+
+
+class Syncer:
+    """Closes rounds when it is this node's turn. Used on the loop's thread."""
+
+    def __init__(
+        self,
+        run: Run,
+        exchange: Exchange,
+        watch: Watch,
+        *,
+        backend: Backend,
+        learner: str,
+        clock: Clock,
+        offload: Offload,
+        announce: Callable[[Event], None],
+    ) -> None:
+        """``backend`` does the merging, on the host."""
+        self._run = run
+        self._exchange = exchange
+        self._watch = watch
+        self._backend = backend
+        self._clock = clock
+        self._offload = offload
+        self._announce = announce
+        self._stopping = asyncio.Event()
+        self._election = Election(
+            exchange, watch, clock, learner=learner, stopping=self._stopping, announce=announce
+        )
+        self._held: dict[int, Held] = {}
+        self._claim: tuple[int, int] | None = None
+        """Round and number of the claim that this node holds."""
+        self._committed: tuple[int, float] | None = None
+        """The round committed here last, and the seconds from its close to its record."""
+        self._commits_in_a_row = 0
+
+    def stop(self) -> None:
+        """End soon: a round that is only collecting is left, one that commits is finished."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Close rounds until ``stop``."""
+        while not self._stopping.is_set():
+            number = self._watch.next_round
+            try:
+                await self._attend(number)
+            except Exception as error:
+                self._announce(TaskFailed(task="close round", error=repr(error), round=number))
+                await wait_or_sleep(self._clock, self._watch.poll_interval, self._stopping)
+
+    async def _attend(self, number: int) -> None:
+        """See one round through, as its closer or by waiting for its record."""
+        if self._claim is None or self._claim[0] != number:
+            self._claim = None
+            self._commits_in_a_row = 0
+            attempt = await self._election.wait(number)
+            if attempt is None:
+                self._held.clear()  # a follower holds no tensors for closing
+                return
+            self._claim = (number, attempt)
+            if number > 0:
+                # A predecessor may have died between a commit and the end of its sweep.
+                await sweep_thoroughly(self._exchange, number - 1, len(self._run.fragments))
+        self._watch.seek("syncer", number)
+        state = asyncio.ensure_future(self._state(self._run.fragments[self._fragment(number)]))
+        try:
+            closing = await self._collect(number, self._claim[1])
+            if closing is not None:
+                await self._commit(closing, await state)
+        finally:
+            state.cancel()
+            await asyncio.gather(state, return_exceptions=True)
+            self._watch.seek("syncer", None)
+
+    def _fragment(self, number: int) -> int:
+        return self._run.schedule.fragment(number)
+
+    # Collecting
+
+    async def _collect(self, number: int, claim: int) -> Closing | None:
+        """Take in snapshots until the round may close; None when it should not be closed here."""
+        collector = Collector(
+            self._run,
+            self._exchange,
+            number=number,
+            backend=self._backend,
+            offload=self._offload,
+            announce=self._announce,
+        )
+        began, quorum_at = self._clock.now(), None
+        while True:
+            changed = self._watch.changed.next
+            if self._watch.next_round != number:
+                self._announce(RoundSuperseded(round=number))
+                return None
+            if self._stopping.is_set():
+                return None
+            if await take_new(collector, self._watch.snapshots.get(number, {})):
+                continue
+            everyone = self._watch.live <= collector.reported
+            now = self._clock.now()
+            if not self._may_close(collector, everyone=everyone):
+                quorum_at, pause = None, self._watch.poll_interval
+            elif quorum_at is None:
+                quorum_at = now
+                await self._look_around(collector)
+                continue
+            else:
+                ends = quorum_at + self._grace(number)
+                if everyone or now >= ends:
+                    return Closing(collector, claim, quorum_at - began, now - quorum_at)
+                pause = ends - now
+            await wait_or_sleep(self._clock, pause, changed, self._stopping)
+
+    def _may_close(self, collector: Collector, *, everyone: bool) -> bool:
+        quorum_size = self._run.algorithm.quorum_size
+        return may_close(len(collector.accepted), quorum_size, everyone=everyone)
+
+    async def _look_around(self, collector: Collector) -> None:
+        """Before closing: what else is in the round, and has anybody joined who is waited for?"""
+        await self._watch.list_snapshots(collector.number)
+        if len(collector.accepted) < self._run.algorithm.quorum_size:
+            await self._watch.refresh_leases()
+
+    def _grace(self, number: int) -> float:
+        algorithm = self._run.algorithm
+        return grace_seconds(
+            self._watch.estimates,
+            gap=self._run.schedule.gap(number),
+            in_flight=algorithm.in_flight,
+            overlap=algorithm.overlap_steps,
+        )
+
+    # Committing
+
+    async def _commit(self, closing: Closing, state: Held) -> None:
+        """Merge, upload, create the record; then keep the role and sweep."""
+        began = self._clock.now()
+        collector = closing.collector
+        merged_cosine, buffers = await self._offload(self._merge, collector, state)
+        record, payloads = await self._upload(closing, merged_cosine, buffers)
+        counts = await self._exchange.commit(record)
+        if self._watch.next_round == counts.round:
+            self._watch.progress.advance(counts)
+        if _payload_keys(counts) != _payload_keys(record):
+            self._held.clear()
+            self._announce(RoundSuperseded(round=counts.round))
+            return
+        sync_seconds = self._clock.now() - began
+        self._committed = (record.round, sync_seconds)
+        self._held[record.fragment] = Held(record.version, payloads["theta"], payloads["outer"])
+        self._announce(_committed(record, sync_seconds))
+        following = record.round + 1
+        self._claim = None
+        if await self._election.claim_next(following):
+            self._claim = (following, 1)
+        await self._sweep(closing)
+
+    def _merge(
+        self, collector: Collector, state: Held
+    ) -> tuple[float | None, dict[str, tuple[PayloadLayout, memoryview]]]:
+        """The outer step, written where the payloads lie. Off the loop."""
+        backend, fragment, algorithm = self._backend, collector.fragment, self._run.algorithm
+        merged = collector.fold.merged()
+        buffers = {"theta": fragment.theta, "outer": fragment.outer}
+        if fragment.update is not None:
+            buffers["update"] = fragment.update
+        blank = {name: (one, one.blank(self._exchange.take)) for name, one in buffers.items()}
+        out: dict[str, Mapping[str, Array]] = {
+            name: arrays_over(backend, buffer, one) for name, (one, buffer) in blank.items()
+        }
+        OuterStep(algorithm.outer_lr, algorithm.outer_momentum, algorithm.commit_dtype)(
+            backend,
+            fragment.specs,
+            self._arrays(state),
+            merged.deltas,
+            new=FragmentState(out["theta"], out["outer"]),
+            update=out.get("update", {}),
+            final=collector.all_final,
+            take=self._exchange.take,
+        )
+        return merged.cosine, blank
+
+    def _arrays(self, state: Held) -> FragmentState:
+        outer = {} if state.outer is None else payload_arrays(self._backend, state.outer)
+        return FragmentState(payload_arrays(self._backend, state.theta), outer)
+
+    async def _upload(
+        self,
+        closing: Closing,
+        cosine: float | None,
+        buffers: Mapping[str, tuple[PayloadLayout, memoryview]],
+    ) -> tuple[RoundRecord, dict[str, Payload]]:
+        """Hash and store theta, outer and update, all at once; the record that names them."""
+        number = closing.collector.number
+
+        def key_of(digest: str, extension: str) -> str:
+            return layout.round_blob_key(number, digest, extension)
+
+        async def send(name: str) -> Payload:
+            payload_layout, buffer = buffers[name]
+            sealed = await self._offload(self._exchange.seal, buffer, payload_layout, key_of)
+            return await self._exchange.store(sealed)
+
+        sent = await asyncio.gather(*(send(name) for name in buffers), return_exceptions=True)
+        payloads: dict[str, Payload] = {}
+        for name, result in zip(buffers, sent, strict=True):
+            if isinstance(result, BaseException):
+                raise result
+            payloads[name] = result
+        update = None
+        if "update" in payloads:
+            digest = await self._offload(sha256_hex, payloads["theta"].buffer)
+            update = Update(payloads["update"].ref, digest)
+        return self._record(closing, cosine, payloads, update), payloads
+
+    def _record(
+        self,
+        closing: Closing,
+        cosine: float | None,
+        payloads: Mapping[str, Payload],
+        update: Update | None,
+    ) -> RoundRecord:
+        collector, schedule = closing.collector, self._run.schedule
+        number = collector.number
+        return RoundRecord(
+            round=number,
+            step=schedule.due_step(number),
+            fragment=schedule.fragment(number),
+            version=schedule.version(number),
+            participants=collector.participants(),
+            rejected=tuple(sorted(collector.rejected.items())),
+            cosine=cosine,
+            theta=payloads["theta"].ref,
+            outer=payloads["outer"].ref,
+            update=update,
+            quorum_seconds=closing.quorum_seconds,
+            grace_seconds=closing.grace_seconds,
+            estimates=self._estimates(closing),
+        )
+
+    def _estimates(self, closing: Closing) -> Estimates:
+        """Averages that go on from the record before; what its commit took only its closer knows."""
+        number = closing.collector.number
+        old = self._watch.estimates
+        last = self._committed
+        sync = last[1] if last is not None and last[0] == number - 1 else None
+        return Estimates(
+            step=moving_average(old.step, closing.collector.step_seconds()),
+            quorum=moving_average(old.quorum, closing.quorum_seconds),
+            sync=moving_average(old.sync, sync),
+        )
+
+    async def _sweep(self, closing: Closing) -> None:
+        """Remove what the commit made unnecessary, by keys that are known or by listings."""
+        number, fragments = closing.collector.number, len(self._run.fragments)
+        expired = self._watch.progress.history.get(number - 2 * fragments)
+        keys = known_keys(
+            number,
+            claims=closing.claim,
+            snapshots=closing.collector.reported,
+            records=closing.collector.accepted.values(),
+            expired=expired,
+        )
+        await self._exchange.delete(keys)
+        self._commits_in_a_row += 1
+        if self._watch.late_snapshots or self._commits_in_a_row % fragments == 0:
+            await sweep_thoroughly(self._exchange, number, fragments)
+
+    # Recovery
+
+    async def _state(self, fragment: Fragment) -> Held:
+        """The fragment as its newest record has it: held here, or read from the mailbox."""
+        record = self._watch.progress.newest(fragment.index)
+        if record is None:
+            theta = await self._payload(self._run.manifest.init[fragment.index], fragment.theta)
+            return Held(0, theta, None)
+        held = self._held.get(fragment.index)
+        if held is not None and held.version == record.version:
+            return held
+        theta = await self._payload(record.theta, fragment.theta)
+        outer = await self._payload(record.outer, fragment.outer)
+        return Held(record.version, theta, outer)
+
+    async def _payload(self, ref: Ref, payload_layout: PayloadLayout) -> Payload:
+        payload = await self._exchange.fetch(ref, payload_layout)
+        if payload is None:
+            raise PayloadCorrupt(f"{ref.key} is missing from the mailbox; its round cannot follow")
+        return payload
+
+
+def _payload_keys(record: RoundRecord) -> tuple[str, ...]:
+    return tuple(ref.key for ref in record.payloads)
+
+
+def _committed(record: RoundRecord, sync_seconds: float) -> RoundCommitted:
+    return RoundCommitted(
+        round=record.round,
+        fragment=record.fragment,
+        version=record.version,
+        contributions=tuple(
+            Contribution(learner=p.learner, steps=p.steps, tokens=p.tokens, weight=p.weight)
+            for p in record.participants
+        ),
+        rejected=record.rejected,
+        cosine=record.cosine,
+        quorum_seconds=record.quorum_seconds,
+        grace_seconds=record.grace_seconds,
+        sync_seconds=sync_seconds,
+    )

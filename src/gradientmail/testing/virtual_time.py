@@ -1,0 +1,140 @@
+"""An event loop whose time is a number that jumps to the next timer when nothing else is to do.
+
+Nothing sleeps and nothing waits for the machine, so the same program takes the same steps at
+the same times, whatever else the machine does. There is one thread and no I/O: both are refused.
+"""
+
+import asyncio
+import math
+import selectors
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Never, override
+
+from gradientmail.errors import GradientMailError
+
+SPIN_LIMIT = 100_000
+"""Steps of the loop at one moment after which it is taken not to end."""
+
+
+class VirtualTimeError(GradientMailError):
+    """The program under virtual time cannot go on, or does what needs real time."""
+
+
+class Deadlock(VirtualTimeError):
+    """Every task waits for another one: nothing is ready and no timer is set."""
+
+
+class TimeLimitReached(VirtualTimeError):
+    """The program had not ended after the seconds that it was given."""
+
+
+class _Instant(selectors.BaseSelector):
+    """The loop's selector: where a real one would block, it moves the time on."""
+
+    def __init__(self, limit_seconds: float) -> None:
+        self.now = 0.0
+        self._limit_seconds = limit_seconds
+        self._spins = 0
+        self._registered: dict[Any, selectors.SelectorKey] = {}
+
+    @override
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise Deadlock(
+                f"nothing is ready and no timer is set at {self.now:g} virtual seconds: every task "
+                f"waits for another one, or for a thread or a socket, which virtual time has not"
+            )
+        if timeout <= 0:
+            self._spins += 1
+            if self._spins > SPIN_LIMIT:
+                self._spins = 0  # so that the tasks can still be cancelled
+                raise VirtualTimeError(f"the program spins at {self.now:g} virtual seconds")
+            return []
+        self._spins = 0
+        if self.now + timeout > self._limit_seconds:
+            raise TimeLimitReached(f"not ended after {self._limit_seconds:g} virtual seconds")
+        # Far from zero a small step can round to none; time must move or the timer never fires.
+        self.now = max(self.now + timeout, math.nextafter(self.now, math.inf))
+        return []
+
+    @override
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        """Keep what the loop registers for itself, the first; there is no other I/O."""
+        if self._registered:
+            raise VirtualTimeError("virtual time has no sockets and no pipes")
+        key = selectors.SelectorKey(fileobj, fileobj, events, data)
+        self._registered[fileobj] = key
+        return key
+
+    @override
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._registered.pop(fileobj)
+
+    @override
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return self._registered
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop on virtual seconds, which begin at 0."""
+
+    def __init__(self, *, limit_seconds: float = math.inf) -> None:
+        """Raise ``TimeLimitReached`` in the program when it would pass ``limit_seconds``."""
+        self._instant = _Instant(limit_seconds)
+        self._thread = threading.get_ident()
+        super().__init__(self._instant)
+
+    @override
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._instant.now
+
+    @override
+    def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> asyncio.Handle:
+        """As ``call_soon`` from the loop's own thread; others cannot be part of virtual time."""
+        if threading.get_ident() != self._thread:
+            raise VirtualTimeError("another thread called into virtual time, which has only one")
+        return self.call_soon(*args, **kwargs)
+
+    @override
+    def run_in_executor(self, executor: object, func: object, *args: object) -> Never:
+        """Refused: what runs in a thread ends at no virtual time."""
+        raise VirtualTimeError(
+            "threads cannot run under virtual time; pass gradientmail.clock.inline as offload"
+        )
+
+
+class VirtualClock:
+    """A ``Clock`` on the running loop's time, for a node whose clock may run at another rate."""
+
+    def __init__(self, rate: float = 1.0) -> None:
+        """``rate`` seconds pass on this clock in one of the loop's."""
+        if not 0 < rate < math.inf:
+            raise ValueError(f"a clock's rate must be positive and finite, got {rate!r}")
+        self.rate = rate
+
+    def now(self) -> float:
+        """Seconds on this clock; 0 when the loop was made."""
+        return asyncio.get_running_loop().time() * self.rate
+
+    async def sleep(self, seconds: float) -> None:
+        """Return after ``seconds`` on this clock."""
+        await asyncio.sleep(seconds / self.rate)
+
+
+def run_virtual[T](
+    main: Callable[[], Coroutine[Any, Any, T]], *, limit_seconds: float = math.inf
+) -> T:
+    """Run ``main()`` to its end under virtual time; what it returns or raises.
+
+    Raises ``Deadlock`` when nothing can ever happen any more, ``TimeLimitReached`` when the end
+    is not reached within ``limit_seconds`` (virtual ones), and ``VirtualTimeError`` when the
+    program spins without letting time pass, or uses threads or sockets.
+    """
+
+    def make_loop() -> VirtualTimeLoop:
+        return VirtualTimeLoop(limit_seconds=limit_seconds)
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        return runner.run(main())

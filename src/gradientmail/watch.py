@@ -1,0 +1,220 @@
+"""This node's one view of the mailbox: new records, snapshots of a round, leases.
+
+One poller a process, read by the courier and the syncer. Requests are what a run costs, so it asks
+by key where it can (a GET is a twelfth of a LIST): the next record, and the snapshots of learners
+that are known to live, in rounds that somebody here wants. Leases are listed about once a round.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from gradientmail.clock import Clock, wait_or_sleep
+from gradientmail.events import Event, LearnerAppeared, LearnerLost, RoundSeen, TaskFailed
+from gradientmail.exchange import layout
+from gradientmail.exchange.exchange import Exchange
+from gradientmail.exchange.lease import LeaseBook
+from gradientmail.exchange.records import Estimates, RoundRecord
+from gradientmail.progress import Progress
+
+UNKNOWN = Estimates(step=None, quorum=None, sync=None)
+
+ASKED_BY_KEY = 8
+"""Up to so many missing snapshots are asked for one by one; more are listed."""
+
+
+class Signal:
+    """Wakes everyone who waits, again and again."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def set(self) -> None:
+        """Wake those who hold the current ``next``."""
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    @property
+    def next(self) -> asyncio.Event:
+        """An event that the next ``set`` sets. Take it before looking at what may change."""
+        return self._event
+
+
+class Watch:
+    """What this node knows of the run. Used on the loop's thread."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        clock: Clock,
+        *,
+        learner: str,
+        fragments: int,
+        poll_interval: float,
+        lease_every: float,
+        lease_timeout: float,
+        announce: Callable[[Event], None],
+    ) -> None:
+        """``fragments`` is the number that the run really has."""
+        self._exchange = exchange
+        self._clock = clock
+        self._learner = learner
+        self.poll_interval = poll_interval
+        self._lease_every = lease_every
+        self._announce = announce
+        self._book = LeaseBook(lease_timeout)
+        self._leases_listed = -float("inf")
+        self._snapshots_listed = -float("inf")
+        self._hurry_until = -float("inf")
+        self._advanced_at: float | None = None
+        self._round_seconds: float | None = None
+        self._poke = Signal()
+        self.changed = Signal()
+        self.progress = Progress(exchange, fragments, self._on_record)
+        self.live = frozenset({learner})
+        self.snapshots: dict[int, dict[str, bytes]] = {}
+        """Raw snapshot records found so far, by round and learner."""
+        self.late_snapshots = False
+        """Whether the last listing held snapshots of rounds that were committed without them."""
+        self._sought: dict[str, int | None] = {}
+
+    # What follows from what is known
+
+    @property
+    def next_round(self) -> int:
+        """The first round that is not committed, as far as this node knows."""
+        return self.progress.next_round
+
+    @property
+    def estimates(self) -> Estimates:
+        """What the newest record says of the run's timing."""
+        latest = self.progress.latest
+        return latest.estimates if latest is not None else UNKNOWN
+
+    def takeover_seconds(self) -> float:
+        """How long a follower bears silence: SPEC 5.3."""
+        known = (self.estimates.step, self.estimates.quorum, self.estimates.sync)
+        return max(30 * self.poll_interval, 3 * sum(value or 0.0 for value in known))
+
+    def others_in(self, number: int) -> int:
+        """How many other learners' snapshots were found in the round."""
+        return len(self.snapshots.get(number, {}).keys() - {self._learner})
+
+    # What others tell it
+
+    def seek(self, who: str, number: int | None) -> None:
+        """Look for snapshots of this round from now on, for ``who``; None for no more."""
+        if self._sought.get(who) != number:
+            self._sought[who] = number
+            self._snapshots_listed = self._clock.now()
+            self._poke.set()
+
+    def hurry(self, polls: float) -> None:
+        """Something is about to come: poll four times as often for so many poll intervals."""
+        self._hurry_until = self._clock.now() + polls * self.poll_interval
+        self._poke.set()
+
+    def found_snapshot(self, number: int, learner: str, record: bytes) -> None:
+        """Take in a snapshot record, this node's own included."""
+        if number >= self.next_round and learner not in self.snapshots.get(number, {}):
+            self.snapshots.setdefault(number, {})[learner] = record
+            self.changed.set()
+
+    # Reading the mailbox
+
+    async def refresh_leases(self) -> None:
+        """List the leases now and tell who came and went."""
+        keys = await self._exchange.keys(layout.LEASES)
+        now = self._clock.now()
+        self._leases_listed = now
+        self._book.observe(keys, now)
+        live = self._book.live(now) | {self._learner}
+        listed = self._book.listed()
+        for learner in sorted(live - self.live):
+            self._announce(LearnerAppeared(learner=learner))
+        for learner in sorted(self.live - live):
+            self._announce(LearnerLost(learner=learner, left=learner not in listed))
+        if live != self.live:
+            self.live = live
+            self.changed.set()
+
+    async def list_snapshots(self, number: int) -> None:
+        """Find every snapshot that is in the round now, of unknown learners too."""
+        self._snapshots_listed = self._clock.now()
+        listed = await self._exchange.snapshots()
+        self.late_snapshots = any(found < self.next_round for found, _ in listed)
+        seen = self.snapshots.get(number, {})
+        missing = [who for found, who in listed if found == number and who not in seen]
+        await asyncio.gather(*(self._ask(number, learner) for learner in missing))
+
+    async def run(self) -> None:
+        """Poll until cancelled. A poll that fails is reported and the next one follows."""
+        while True:
+            poke = self._poke.next
+            try:
+                await self._poll()
+            except Exception as error:
+                self._announce(TaskFailed(task="poll", error=repr(error), round=self.next_round))
+            hurried = self._clock.now() < self._hurry_until
+            pause = self.poll_interval / 4 if hurried else self.poll_interval
+            await wait_or_sleep(self._clock, pause, poke)
+
+    async def poll(self) -> None:
+        """Look once at everything that may have changed."""
+        await self._poll()
+
+    async def _poll(self) -> None:
+        await self.progress.read_next()
+        now = self._clock.now()
+        if now - self._leases_listed >= self._lease_cadence():
+            await self.refresh_leases()
+        for number in {sought for sought in self._sought.values() if sought is not None}:
+            await self._poll_snapshots(number)
+
+    async def _poll_snapshots(self, number: int) -> None:
+        seen = self.snapshots.get(number, {})
+        missing = [learner for learner in self.live - {self._learner} if learner not in seen]
+        if len(missing) <= ASKED_BY_KEY:
+            await asyncio.gather(*(self._ask(number, learner) for learner in missing))
+        listed_ago = self._clock.now() - self._snapshots_listed
+        if listed_ago >= self._snapshots_cadence(len(missing)):
+            await self.list_snapshots(number)
+
+    async def _ask(self, number: int, learner: str) -> None:
+        record = await self._exchange.snapshot(number, learner)
+        if record is not None:
+            self.found_snapshot(number, learner, record)
+
+    def _lease_cadence(self) -> float:
+        """About once a round, not more often than polls and twice as often as beats."""
+        usual = self._round_seconds or 2 * self.poll_interval
+        return min(max(usual, self.poll_interval), self._lease_every / 2)
+
+    def _snapshots_cadence(self, missing: int) -> float:
+        """Listings find learners whose leases were not seen yet, or many at once."""
+        usual = self._round_seconds or 4 * self.poll_interval
+        if missing > ASKED_BY_KEY:
+            return max(self.poll_interval, usual / 8)
+        return min(max(usual, 4 * self.poll_interval), self._lease_every / 2)
+
+    def _on_record(self, record: RoundRecord) -> None:
+        now = self._clock.now()
+        if self._advanced_at is not None:
+            took, old = now - self._advanced_at, self._round_seconds
+            self._round_seconds = took if old is None else 0.7 * old + 0.3 * took
+        self._advanced_at = now
+        for number in [n for n in self.snapshots if n <= record.round]:
+            del self.snapshots[number]
+        self._announce(seen(record))
+        self.changed.set()
+
+
+def seen(record: RoundRecord) -> RoundSeen:
+    """The event for a record."""
+    return RoundSeen(
+        round=record.round,
+        fragment=record.fragment,
+        version=record.version,
+        learners=tuple(part.learner for part in record.participants),
+        rejected=tuple((row[0], row[1]) for row in record.rejected),
+        cosine=record.cosine,
+    )
