@@ -2,12 +2,21 @@
 
 import math
 import multiprocessing
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+
+# Importing torch, and what its optimizers import when the first is made, takes most of the start:
+# where the system can fork, one server does it for all.
+if "forkserver" in multiprocessing.get_all_start_methods():
+    CONTEXT = multiprocessing.get_context("forkserver")
+    CONTEXT.set_forkserver_preload(["torch", "torch._dynamo"])
+else:
+    CONTEXT = multiprocessing.get_context("spawn")
 
 
 @dataclass
@@ -44,9 +53,8 @@ class Row[Options]:
         self, work: Callable[[Options, Connection], None], options: Options, steps: int
     ) -> None:
         """Start the process. Ctrl-C, which reaches all processes of a terminal, passes it by."""
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(options, theirs))
+        self.pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=work, args=(options, theirs))
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.process.start()
         signal.signal(signal.SIGINT, before)
@@ -72,36 +80,43 @@ class Row[Options]:
     def __str__(self) -> str:
         """One line of text."""
         now = self.progress
-        filled = min(20, 20 * now.step // max(self.steps, 1))
-        words = [f"{now.name[-20:]:<20} [{'#' * filled:-<20}] {now.step:>4}/{self.steps}"]
+        filled = min(16, 16 * now.step // max(self.steps, 1))
+        words = [f"{now.name[-18:]:<18} [{'#' * filled:-<16}] {now.step:>4}/{self.steps}"]
         if now.step > now.first_step:
             words.append(f"{now.loss:.2f} bits/byte")
-        if now.participants:
+        if not self.running:
+            words.append(self.state)
+        elif now.participants:
             words.append(f"round {now.round} by {now.participants}")
-        return "  ".join([*words, *([] if self.running else [self.state])])
+        return "  ".join(words)
 
 
 def follow[Options](rows: Sequence[Row[Options]]) -> None:
     """Show the rows until all processes have ended: bars on a terminal, else a report at times."""
-    on_terminal, drawn_at, first = sys.stdout.isatty(), -math.inf, True
+    pause, drawn_at = (0.2 if sys.stdout.isatty() else 10.0), -math.inf
     while running := {row.pipe: row for row in rows if row.running}:
         for pipe in wait(list(running), timeout=1.0):
             if isinstance(pipe, Connection):
                 running[pipe].receive()
-        ended = not any(row.running for row in rows)
-        if ended or time.monotonic() - drawn_at >= (0.2 if on_terminal else 10.0):
-            up, clear = (
-                ("" if first else f"\x1b[{len(rows)}A", "\x1b[K") if on_terminal else ("", "")
-            )
-            print(up + "".join(f"{row}{clear}\n" for row in rows), end="", flush=True)
-            drawn_at, first = time.monotonic(), False
+        if time.monotonic() - drawn_at >= pause or not any(row.running for row in rows):
+            draw(rows, again=drawn_at > 0)
+            drawn_at = time.monotonic()
+
+
+def draw[Options](rows: Sequence[Row[Options]], *, again: bool) -> None:
+    """Print the rows; on a terminal over those of the last time."""
+    if sys.stdout.isatty():
+        up, width = f"\x1b[{len(rows)}A" if again else "", shutil.get_terminal_size().columns - 1
+        print(up + "".join(f"{str(row)[:width]}\x1b[K\n" for row in rows), end="", flush=True)
+    else:
+        print(*rows, "", sep="\n", flush=True)
 
 
 def stop[Options](rows: Sequence[Row[Options]]) -> None:
-    """End all processes: a closed pipe asks them to leave; who has not after a second is killed."""
+    """End the processes: a closed pipe asks them to leave; who does not soon is killed."""
     for row in rows:
         row.pipe.close()
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + 0.8
     for row in rows:
         row.process.join(max(0.0, deadline - time.monotonic()))
         row.process.kill()

@@ -210,7 +210,7 @@ def parse_options() -> Options:
     parser.add_argument("--mailbox", default=new, help="folder of the run (default: a new one)")
     parser.add_argument("--learners", type=int, default=4, help="how many to start (default: 4)")
     parser.add_argument(
-        "--steps", type=int, default=960, help="length of the whole run (default: 960)"
+        "--steps", type=int, default=720, help="length of the whole run (default: 720)"
     )
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32 (default: 128)")
     parser.add_argument("--depth", type=int, default=3, help="blocks of the model (default: 3)")

@@ -221,8 +221,12 @@ class Courier:
         """Have a warm buffer ready for the next snapshot, so that ``step`` only copies."""
         number = max(self._last_published + 1, self._watch.next_round)
         fragment = self._run.schedule.fragment(number)
-        if fragment not in self._handoff.blanks:
-            self._handoff.blanks[fragment] = await self._offload(self.make_blank, fragment)
+        blanks = self._handoff.blanks
+        if fragment in blanks:
+            return
+        for other in tuple(blanks):  # a round went by that the learner did not publish
+            blanks.pop(other, None)
+        blanks[fragment] = await self._offload(self.make_blank, fragment)
 
     def make_blank(self, fragment: int) -> Blank:
         """A buffer for a fragment's parameters with every page touched. Any thread."""

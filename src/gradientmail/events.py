@@ -288,7 +288,7 @@ class TaskFailed(Event):
 
     level: ClassVar[int] = logging.ERROR
     task: str
-    """``poll``, ``publish``, ``fetch``, ``close round`` or ``lease``."""
+    """``poll``, ``publish``, ``fetch``, ``close round``, ``sweep`` or ``lease``."""
     error: str
     round: int | None = None
 

@@ -74,8 +74,12 @@ class Learner:
         handoff: Handoff,
         make_blank: Callable[[int], Blank],
         poll_interval: float,
+        now: Callable[[], float] = perf_counter,
     ) -> None:
-        """``versions`` are the committed fragments that the model holds now, one each."""
+        """``versions`` are the committed fragments that the model holds now, one each.
+
+        ``now`` tells seconds, for the time between steps.
+        """
         fragments = len(versions)
         self._parameters = parameters
         self._versions = versions
@@ -85,6 +89,7 @@ class Learner:
         self._handoff = handoff
         self._make_blank = make_blank
         self._poll_interval = poll_interval
+        self._now = now
         self.rounds_seen = rounds_seen
         self.local_step = 0
         self._tokens = 0
@@ -104,7 +109,7 @@ class Learner:
 
     def step(self, samples: int) -> None:
         """Count one optimizer step over ``samples`` samples; align and publish when it is time."""
-        entered = perf_counter()
+        entered = self._now()
         since = entered - self._entered
         if self._step_seconds:
             self._step_seconds += DECAY * (since - self._step_seconds)
@@ -248,9 +253,9 @@ class Learner:
             number > self.rounds_seen and self.local_step - at >= overlap_steps
             for number, at in self._published
         ):
-            began = perf_counter()
+            began = self._now()
             self._handoff.wait(1.0)
-            self._waited += perf_counter() - began
+            self._waited += self._now() - began
             self.take_news()
         self._entered += self._waited  # the time between steps does not count waiting in one
         self._waited = 0.0

@@ -196,11 +196,14 @@ class Node:
 
     # Leaving
 
-    async def leave(self, *, patience: float) -> None:
-        """Finish a commit under way, stop all tasks, delete the lease; within about ``patience``."""
+    async def leave(self, *, patience: float, finish: bool) -> None:
+        """Stop all tasks and delete the lease, within ``patience`` seconds.
+
+        With ``finish`` a commit under way is completed first, sweep included.
+        """
         try:
             async with asyncio.timeout(patience):
-                if self.syncer is not None and self._closing is not None:
+                if finish and self.syncer is not None and self._closing is not None:
                     self.syncer.stop()
                     await asyncio.wait([self._closing], timeout=patience / 2)
                 await self.abandon()

@@ -32,7 +32,7 @@ from gradientmail.run import Run, arrays_over
 
 LEAVE_SECONDS = 30.0
 """A clean exit gives the store so long to take the last words."""
-ABANDON_SECONDS = 1.0
+ABANDON_SECONDS = 0.8
 """An exit by exception gives it so long to delete the lease."""
 
 
@@ -251,7 +251,7 @@ class Session:
         atexit.unregister(self._abandon)
         patience = LEAVE_SECONDS if clean else ABANDON_SECONDS
         try:
-            self._thread.call(self._node.leave(patience=patience), patience + 0.5)
+            self._thread.call(self._node.leave(patience=patience, finish=clean), patience + 0.3)
         except TimeoutError:
             pass  # the store hangs; the lease will run out by itself
         finally:

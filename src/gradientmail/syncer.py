@@ -6,23 +6,21 @@ that any node can take its place after any record.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from gradientmail.algorithm.outer import FragmentState, OuterStep
-from gradientmail.backend.base import Array, Backend
+from gradientmail.backend.base import Backend
 from gradientmail.clock import Clock, Offload, wait_or_sleep
 from gradientmail.collecting import Collector, take_new
+from gradientmail.committing import Closing, Committer, Held
 from gradientmail.election import Election
 from gradientmail.errors import PayloadCorrupt
 from gradientmail.events import Contribution, Event, RoundCommitted, RoundSuperseded, TaskFailed
-from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange, Payload
-from gradientmail.exchange.payload import PayloadLayout, sha256_hex
-from gradientmail.exchange.records import Estimates, Ref, RoundRecord, Update
-from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
+from gradientmail.exchange.payload import PayloadLayout
+from gradientmail.exchange.records import Estimates, Ref, RoundRecord
+from gradientmail.run import Fragment, Run
 from gradientmail.sweeping import known_keys, sweep_thoroughly
-from gradientmail.watch import Watch
+from gradientmail.watch import UNKNOWN, Watch
 
 DECAY = 0.1
 
@@ -52,26 +50,6 @@ def may_close(accepted: int, quorum_size: int, *, everyone: bool) -> bool:
     return accepted >= quorum_size or (everyone and accepted >= 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A fragment as its closer holds it."""
-
-    version: int
-    theta: Payload
-    outer: Payload | None
-    """None before the first commit: zero momentum, the master is theta."""
-
-
-@dataclass(frozen=True, slots=True)
-class Closing:
-    """A round whose contributions are complete."""
-
-    collector: Collector
-    claim: int
-    quorum_seconds: float
-    grace_seconds: float
-
-
 class Syncer:
     """Closes rounds when it is this node's turn. Used on the loop's thread."""
 
@@ -95,6 +73,7 @@ class Syncer:
         self._clock = clock
         self._offload = offload
         self._announce = announce
+        self._committer = Committer(run, exchange, backend=backend, offload=offload)
         self._stopping = asyncio.Event()
         self._election = Election(
             exchange, watch, clock, learner=learner, stopping=self._stopping, announce=announce
@@ -105,6 +84,9 @@ class Syncer:
         self._committed: tuple[int, float] | None = None
         """The round committed here last, and the seconds from its close to its record."""
         self._commits_in_a_row = 0
+        self._collectors: dict[int, Collector] = {}
+        """Of rounds that are not over; the next one's fills while this one commits."""
+        self._sweeping: asyncio.Future[None] | None = None
 
     def stop(self) -> None:
         """End soon: a round that is only collecting is left, one that commits is finished."""
@@ -118,7 +100,9 @@ class Syncer:
                 await self._attend(number)
             except Exception as error:
                 self._announce(TaskFailed(task="close round", error=repr(error), round=number))
+                self._collectors.clear()
                 await wait_or_sleep(self._clock, self._watch.poll_interval, self._stopping)
+        await self._swept()
 
     async def _attend(self, number: int) -> None:
         """See one round through, as its closer or by waiting for its record."""
@@ -143,6 +127,7 @@ class Syncer:
             state.cancel()
             await asyncio.gather(state, return_exceptions=True)
             self._watch.seek("syncer", None)
+            self._collectors.pop(number, None)
 
     def _fragment(self, number: int) -> int:
         return self._run.schedule.fragment(number)
@@ -151,14 +136,7 @@ class Syncer:
 
     async def _collect(self, number: int, claim: int) -> Closing | None:
         """Take in snapshots until the round may close; None when it should not be closed here."""
-        collector = Collector(
-            self._run,
-            self._exchange,
-            number=number,
-            backend=self._backend,
-            offload=self._offload,
-            announce=self._announce,
-        )
+        collector = self._collector(number)
         began, quorum_at = self._clock.now(), None
         while True:
             changed = self._watch.changed.next
@@ -184,6 +162,19 @@ class Syncer:
                 pause = ends - now
             await wait_or_sleep(self._clock, pause, changed, self._stopping)
 
+    def _collector(self, number: int) -> Collector:
+        """What is collected of a round so far."""
+        if number not in self._collectors:
+            self._collectors[number] = Collector(
+                self._run,
+                self._exchange,
+                number=number,
+                backend=self._backend,
+                offload=self._offload,
+                announce=self._announce,
+            )
+        return self._collectors[number]
+
     def _may_close(self, collector: Collector, *, everyone: bool) -> bool:
         quorum_size = self._run.algorithm.quorum_size
         return may_close(len(collector.accepted), quorum_size, everyone=everyone)
@@ -206,110 +197,56 @@ class Syncer:
     # Committing
 
     async def _commit(self, closing: Closing, state: Held) -> None:
-        """Merge, upload, create the record; then keep the role and sweep."""
+        """Merge, upload, create the record; then keep the role and sweep.
+
+        Meanwhile the next round's snapshots are taken in.
+        """
         began = self._clock.now()
-        collector = closing.collector
-        merged_cosine, buffers = await self._offload(self._merge, collector, state)
-        record, payloads = await self._upload(closing, merged_cosine, buffers)
-        counts = await self._exchange.commit(record)
-        if self._watch.next_round == counts.round:
-            self._watch.progress.advance(counts)
-        if _payload_keys(counts) != _payload_keys(record):
-            self._held.clear()
-            self._announce(RoundSuperseded(round=counts.round))
-            return
-        sync_seconds = self._clock.now() - began
-        self._committed = (record.round, sync_seconds)
-        self._held[record.fragment] = Held(record.version, payloads["theta"], payloads["outer"])
-        self._announce(_committed(record, sync_seconds))
-        following = record.round + 1
-        self._claim = None
-        if await self._election.claim_next(following):
-            self._claim = (following, 1)
-        await self._sweep(closing)
-
-    def _merge(
-        self, collector: Collector, state: Held
-    ) -> tuple[float | None, dict[str, tuple[PayloadLayout, memoryview]]]:
-        """The outer step, written where the payloads lie. Off the loop."""
-        backend, fragment, algorithm = self._backend, collector.fragment, self._run.algorithm
-        merged = collector.fold.merged()
-        buffers = {"theta": fragment.theta, "outer": fragment.outer}
-        if fragment.update is not None:
-            buffers["update"] = fragment.update
-        blank = {name: (one, one.blank(self._exchange.take)) for name, one in buffers.items()}
-        out: dict[str, Mapping[str, Array]] = {
-            name: arrays_over(backend, buffer, one) for name, (one, buffer) in blank.items()
-        }
-        OuterStep(algorithm.outer_lr, algorithm.outer_momentum, algorithm.commit_dtype)(
-            backend,
-            fragment.specs,
-            self._arrays(state),
-            merged.deltas,
-            new=FragmentState(out["theta"], out["outer"]),
-            update=out.get("update", {}),
-            final=collector.all_final,
-            take=self._exchange.take,
-        )
-        return merged.cosine, blank
-
-    def _arrays(self, state: Held) -> FragmentState:
-        outer = {} if state.outer is None else payload_arrays(self._backend, state.outer)
-        return FragmentState(payload_arrays(self._backend, state.theta), outer)
-
-    async def _upload(
-        self,
-        closing: Closing,
-        cosine: float | None,
-        buffers: Mapping[str, tuple[PayloadLayout, memoryview]],
-    ) -> tuple[RoundRecord, dict[str, Payload]]:
-        """Hash and store theta, outer and update, all at once; the record that names them."""
         number = closing.collector.number
+        enough = asyncio.Event()
+        early = asyncio.ensure_future(self._fill(number + 1, enough))
+        try:
+            record, held = await self._committer.prepare(closing, state, self._estimates(closing))
+            counts = await self._exchange.commit(record)
+            if self._watch.next_round == number:
+                self._watch.progress.advance(counts)
+            if _payload_keys(counts) != _payload_keys(record):
+                self._held.clear()
+                self._announce(RoundSuperseded(round=number))
+                return
+            sync_seconds = self._clock.now() - began
+            self._committed = (number, sync_seconds)
+            self._held[record.fragment] = held
+            self._announce(_committed(record, sync_seconds))
+            self._claim = None
+            if await self._election.claim_next(number + 1):
+                self._claim = (number + 1, 1)
+            await self._swept()
+            self._sweeping = asyncio.ensure_future(self._sweep(closing))
+        except asyncio.CancelledError:
+            early.cancel()
+            raise
+        finally:
+            # Not cancelled otherwise: a snapshot that is half folded in would be folded twice.
+            enough.set()
+            await asyncio.gather(early, return_exceptions=True)
 
-        def key_of(digest: str, extension: str) -> str:
-            return layout.round_blob_key(number, digest, extension)
-
-        async def send(name: str) -> Payload:
-            payload_layout, buffer = buffers[name]
-            sealed = await self._offload(self._exchange.seal, buffer, payload_layout, key_of)
-            return await self._exchange.store(sealed)
-
-        sent = await asyncio.gather(*(send(name) for name in buffers), return_exceptions=True)
-        payloads: dict[str, Payload] = {}
-        for name, result in zip(buffers, sent, strict=True):
-            if isinstance(result, BaseException):
-                raise result
-            payloads[name] = result
-        update = None
-        if "update" in payloads:
-            digest = await self._offload(sha256_hex, payloads["theta"].buffer)
-            update = Update(payloads["update"].ref, digest)
-        return self._record(closing, cosine, payloads, update), payloads
-
-    def _record(
-        self,
-        closing: Closing,
-        cosine: float | None,
-        payloads: Mapping[str, Payload],
-        update: Update | None,
-    ) -> RoundRecord:
-        collector, schedule = closing.collector, self._run.schedule
-        number = collector.number
-        return RoundRecord(
-            round=number,
-            step=schedule.due_step(number),
-            fragment=schedule.fragment(number),
-            version=schedule.version(number),
-            participants=collector.participants(),
-            rejected=tuple(sorted(collector.rejected.items())),
-            cosine=cosine,
-            theta=payloads["theta"].ref,
-            outer=payloads["outer"].ref,
-            update=update,
-            quorum_seconds=closing.quorum_seconds,
-            grace_seconds=closing.grace_seconds,
-            estimates=self._estimates(closing),
-        )
+    async def _fill(self, number: int, enough: asyncio.Event) -> None:
+        """Take in the snapshots of a round, until ``enough``, while the one before it commits."""
+        collector = self._collector(number)
+        self._watch.seek("syncer, next round", number)
+        while not enough.is_set():
+            changed = self._watch.changed.next
+            try:
+                if await take_new(collector, self._watch.snapshots.get(number, {})):
+                    continue
+            except Exception as error:
+                # The round itself will take them in again and report what stays wrong.
+                self._collectors.pop(number, None)
+                self._announce(TaskFailed(task="fetch", error=repr(error), round=number))
+                break
+            await wait_or_sleep(self._clock, self._watch.poll_interval, changed, enough)
+        self._watch.seek("syncer, next round", None)
 
     def _estimates(self, closing: Closing) -> Estimates:
         """Averages that go on from the record before; what its commit took only its closer knows."""
@@ -324,7 +261,10 @@ class Syncer:
         )
 
     async def _sweep(self, closing: Closing) -> None:
-        """Remove what the commit made unnecessary, by keys that are known or by listings."""
+        """Remove what the commit made unnecessary, by keys that are known or by listings.
+
+        What fails here is left to a later sweep.
+        """
         number, fragments = closing.collector.number, len(self._run.fragments)
         expired = self._watch.progress.history.get(number - 2 * fragments)
         keys = known_keys(
@@ -334,10 +274,19 @@ class Syncer:
             records=closing.collector.accepted.values(),
             expired=expired,
         )
-        await self._exchange.delete(keys)
         self._commits_in_a_row += 1
-        if self._watch.late_snapshots or self._commits_in_a_row % fragments == 0:
-            await sweep_thoroughly(self._exchange, number, fragments)
+        try:
+            await self._exchange.delete(keys)
+            if self._watch.late_snapshots or self._commits_in_a_row % fragments == 0:
+                await sweep_thoroughly(self._exchange, number, fragments)
+        except Exception as error:
+            self._announce(TaskFailed(task="sweep", error=repr(error), round=number))
+
+    async def _swept(self) -> None:
+        """Wait for the sweep of the commit before."""
+        if self._sweeping is not None:
+            await self._sweeping
+            self._sweeping = None
 
     # Recovery
 

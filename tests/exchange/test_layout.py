@@ -202,6 +202,14 @@ def test_bad_names_are_refused(name: str) -> None:
         layout.arrival_key(name, "a")
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\0"])
+def test_bad_barrier_names_have_no_prefix_either(name: str) -> None:
+    with pytest.raises(ValueError, match="barrier name"):
+        layout.arrivals_prefix(name)
+    with pytest.raises(TypeError, match="barrier name 7"):
+        layout.arrivals_prefix(7)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("learner", ["", "A", "a_b", "a/b", "ä", "a" * 65, "a\n", "a b", "١"])
 def test_bad_ids_are_refused_by_name(learner: str) -> None:
     for build in (

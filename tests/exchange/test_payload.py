@@ -185,6 +185,38 @@ def test_headers_that_do_not_fit_are_refused(change: Callable[[dict[str, Any]], 
     assert len(str(caught.value)) < 1000
 
 
+def offsets(**intervals: list[int]) -> Callable[[dict[str, Any]], object]:
+    """Change several intervals."""
+
+    def change(entries: dict[str, Any]) -> object:
+        for name, interval in intervals.items():
+            entries[name]["data_offsets"] = interval
+        return entries
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "why"),
+    [
+        (offsets(scalar=[56, 60]), 7, "gap"),
+        (offsets(b=[4, 28], a=[28, 36]), 0, "overlap"),
+        (offsets(scalar=[45, 49]), -4, "overlap"),
+        (offsets(scalar=[45, 49]), 0, "overlap"),
+        (offsets(b=[0, 20], a=[20, 32]), 0, "20 bytes, expected 24"),
+        (offsets(), 1, "its header describes"),
+        (offsets(), -1, "its header describes"),
+    ],
+)
+def test_data_is_tiled_exactly(
+    change: Callable[[dict[str, Any]], object], more: int, why: str
+) -> None:
+    body = len(foreign_bytes(SPECS, DATA)) - 53
+    assert LAYOUT.check(foreign_bytes(SPECS, DATA))["scalar"].start - body == 49
+    with pytest.raises(PayloadCorrupt, match=why):
+        LAYOUT.check(foreign_bytes(SPECS, DATA, change, more=more))
+
+
 def with_header(header: bytes, length: int | None = None) -> bytes:
     """A payload of ``SPECS`` with these bytes as the header."""
     data = b"".join(DATA[spec.name] for spec in SPECS)

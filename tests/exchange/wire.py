@@ -99,10 +99,12 @@ def foreign_bytes(
     change: Callable[[dict[str, object]], object] = lambda entries: entries,
     *,
     pad: int = 0,
+    more: int = 0,
 ) -> bytes:
     """A payload as another writer may make it: tensors in the order given, any padding.
 
-    ``change`` may alter the header's object or return another value in its place.
+    ``change`` may alter the header's object or return another value in its place. The data is
+    ``more`` bytes longer than its tensors.
     """
     entries: dict[str, object] = {}
     end = 0
@@ -115,4 +117,6 @@ def foreign_bytes(
             "dtype": spec.dtype,
         }
     header = json.dumps(change(entries), indent=1).encode() + b" " * pad
-    return len(header).to_bytes(8, "little") + header + b"".join(data[s.name] for s in specs)
+    content = b"".join(data[spec.name] for spec in specs)
+    content = content + bytes(more) if more >= 0 else content[:more]
+    return len(header).to_bytes(8, "little") + header + content

@@ -5,6 +5,9 @@ radial-directional averaging (decoupled DiLoCo, arXiv 2604.21428), applied by an
 step (DiLoCo, arXiv 2311.08105).
 """
 
+# A bad option is a ValueError whatever its type is, so that one `except` catches them all.
+# ruff: noqa: TRY004
+
 import math
 import re
 from collections.abc import Mapping
@@ -157,7 +160,7 @@ class DiLoCo:
         return cls(**known)
 
     def differences(self, other: "DiLoCo") -> list[str]:
-        """One line for each option that differs, with the value here and ``other``'s (the run's)."""
+        """One line for each option that differs: the value here, and ``other``'s (the run's)."""
         return [
             f"{name}: {ours!r} here, {theirs!r} in the run"
             for name in (option.name for option in fields(self))

@@ -148,17 +148,18 @@ class Fold:
         name = spec.name
         norms = [kept.norms[name] for kept in self._kept]
         arrays = [kept.arrays[name] for kept in self._kept]
+        radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
+        headroom = _headroom(radius, self.count)
         if self._direct[name]:
-            return _terms(shares, norms, arrays)
+            return _terms([share * headroom for share in shares], norms, arrays)
         scales = [share / max(norm, EPSILON) for share, norm in zip(shares, norms, strict=True)]
         lengths = [scale * norm for scale, norm in zip(scales, norms, strict=True)]
-        radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
         square = sum(length**2 for length in lengths)
         if len(scales) > 1:
             square += 2.0 * scales[0] * scales[1] * self._dots[name]
         if square < (CANCELLING * sum(lengths)) ** 2:
             return self._cancelling(spec, _terms(scales, norms, arrays), radius, sum(lengths))
-        gain = radius / max(math.sqrt(square), EPSILON)
+        gain = radius * headroom / max(math.sqrt(square), EPSILON)
         return _terms([scale * gain for scale in scales], norms, arrays)
 
     def _cancelling(
@@ -174,8 +175,8 @@ class Fold:
 class _Sums:
     """Three contributions or more: for each tensor what they sum to, and nothing of their own.
 
-    Coefficients are shares ``w / reference``, the reference being the power of two over all
-    weights so far. So the sums stay within the largest contribution, and rescaling is exact.
+    Coefficients are shares ``w / reference``, the reference being a power of two, two to four
+    times all weights so far. So sums of the largest values do not overflow, and rescaling is exact.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class _Sums:
 
     def add(self, new: _Contribution) -> None:
         self._weight += new.weight
-        reference = math.ldexp(1.0, math.frexp(self._weight)[1])
+        reference = math.ldexp(2.0, math.frexp(self._weight)[1])
         keep = self._reference / reference
         self._reference, share = reference, new.weight / reference
         length = math.sqrt(math.fsum(norm**2 for norm in new.norms.values()))
@@ -227,10 +228,10 @@ class _Sums:
 
     def _combination(self, name: str, count: int) -> Combination:
         total, back = self._totals[name], self._reference / self._weight
-        if self._direct[name]:
-            return ((back, total),)
-        norm = math.sqrt(self._backend.sum_of_squares(total)) * back
         radius, most = self._radii[name] * back, self._most[name] * back
+        if self._direct[name]:
+            return ((back * _headroom(radius, count), total),)
+        norm = math.sqrt(self._backend.sum_of_squares(total)) * back
         return _directed(total, norm, radius, most, count, back)
 
 
@@ -253,4 +254,13 @@ def _directed(
     """
     if norm <= (count + 1) * NOISE * most:
         return ()
-    return ((radius * back / max(norm, EPSILON), total),)
+    gain = radius * _headroom(radius, count) / max(norm, EPSILON)
+    return ((gain * back, total),)
+
+
+def _headroom(radius: float, count: int) -> float:
+    """What keeps rounding up from making an infinity of values at the end of fp32's range.
+
+    No value of a merge is larger than ``radius``, so everywhere else it is 1.
+    """
+    return 1.0 if radius < 2.0**127 else 1.0 - (count + 4) * NOISE

@@ -129,7 +129,7 @@ def apply_update(
     out: Mapping[str, Array],
     take: Take,
 ) -> None:
-    """``Θ_new = Θ_old + decoded update`` in the parameters' dtypes, the same bytes on every node."""
+    """``Θ_new = Θ_old + decoded update`` in the parameters' dtypes, equal bytes on every node."""
     for spec in specs:
         decoded = decode_tensors(backend, update, commit_dtype, [spec], take)
         backend.add(theta[spec.name], decoded[spec.name], out[spec.name])

@@ -61,7 +61,10 @@ class Backend(ABC):
 
     @abstractmethod
     def bind(self, model: object) -> Parameters:
-        """The exchanged parameters of ``model``; ``ValueError`` or ``TypeError`` naming what is wrong."""
+        """The exchanged parameters of ``model``.
+
+        ``ValueError`` or ``TypeError`` naming what is wrong.
+        """
 
     @abstractmethod
     def allocate(self, nbytes: int) -> memoryview:
@@ -84,11 +87,14 @@ class Backend(ABC):
 
     @abstractmethod
     def add(self, left: Array, right: Array, out: Array) -> None:
-        """``out = left + right``, computed in fp32 and rounded to ``out``'s dtype (nearest even)."""
+        """``out = left + right``, as ``subtract`` computes it."""
 
     @abstractmethod
     def sum_of_squares(self, x: Array) -> float:
-        """``Σ x²`` in float64 of an F32, F16 or BF16 array; not finite exactly when an element is not."""
+        """``Σ x²`` in float64 of an F32, F16 or BF16 array.
+
+        Not finite exactly when an element is not.
+        """
 
     @abstractmethod
     def dot(self, x: Array, y: Array) -> float:
@@ -104,7 +110,10 @@ class Backend(ABC):
 
     @abstractmethod
     def combine(self, delta: Combination, out: Array) -> None:
-        """``out = Σ cᵢ·xᵢ`` (F32 ``out``), each product rounded before the sum; zero with no term."""
+        """``out = Σ cᵢ·xᵢ`` (F32 ``out``), each product rounded before the sum.
+
+        Zero with no term. The ``cᵢ`` may lie outside fp32's range, here and in ``nesterov``.
+        """
 
     @abstractmethod
     def nesterov(

@@ -7,18 +7,14 @@ process-wide thread count has to be touched.
 
 import ctypes
 import math
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import starmap
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from gradientmail.backend.base import Backend, Combination, Parameters
-from gradientmail.backend.cuda_copies import DeviceCopies
-from gradientmail.backend.parameter_names import named_parameters
+from gradientmail.backend.base import Backend, Combination
+from gradientmail.backend.torch_model import TorchParameters, named_parameters
 from gradientmail.buffers import host_memory
 from gradientmail.errors import MissingExtra
-from gradientmail.schema import Schema, TensorSpec
 
 try:
     import torch
@@ -38,8 +34,10 @@ ROWS_FROM = 2**20
 BLOCK = 32
 """Elements of an F4 tensor that share a scale."""
 
-_PARAMETER_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_DTYPES = {name: dtype for dtype, name in _PARAMETER_DTYPES.items()} | {
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.uint8,
     "F4": torch.uint8,
@@ -71,10 +69,9 @@ class TorchBackend(Backend):
         found = {n: p for n, p in named_parameters(model) if p.requires_grad}
         if not found:
             raise ValueError("the model has no trainable parameter: none has requires_grad=True")
-        for name, parameter in found.items():
-            _check_exchangeable(name, parameter)
+        parameters = TorchParameters(torch, found)
         self._pinned |= any(p.device.type == "cuda" for p in found.values())
-        return TorchParameters(found)
+        return parameters
 
     def allocate(self, nbytes: int) -> memoryview:
         """Fresh host memory, pinned once a model with CUDA parameters is bound."""
@@ -142,11 +139,8 @@ class TorchBackend(Backend):
         new_master: Tensor,
     ) -> None:
         """``m' = β·m + Δ`` and ``master' = master − lr·(Δ + β·m')``, each chunk read once."""
-        factors, product, total = (
-            [_factors(c) for c, _ in delta],
-            _scratch(master),
-            _scratch(master),
-        )
+        factors = [_factors(scale) for scale, _ in delta]
+        product, total = _scratch(master), _scratch(master)
         old = new_momentum if momentum is None else momentum
         arrays = (master, old, new_momentum, new_master, *(x for _, x in delta))
         for base, m, new_m, new, *terms in _chunks(*arrays):
@@ -160,102 +154,11 @@ class TorchBackend(Backend):
 
     def encode(self, x: Tensor, dtype: str, data: Tensor, scale: Tensor | None) -> None:
         """Write the F32 ``x`` as ``dtype``, rounded to nearest even."""
-        _CODECS.get(dtype, (_convert, _convert))[0](x, data, scale)
+        _CODECS[dtype][0](x, data, scale)
 
     def decode(self, data: Tensor, dtype: str, scale: Tensor | None, out: Tensor) -> None:
         """Read what ``encode`` wrote into the F32 ``out``. Not finite where the data is not."""
-        _CODECS.get(dtype, (_convert, _convert))[1](data, out, scale)
-
-
-class TorchParameters(Parameters):
-    """Parameters on the CPU, on CUDA devices, or on both.
-
-    They are read and written through ``parameter.data``, taken anew each time: ``model.to(...)``
-    replaces it. A write through it leaves the version counters of autograd alone, so a graph that
-    is still to be run backward does not fail because the exchange came between.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        """The parameters by name, already checked."""
-        self._parameters = dict(parameters)
-        self.schema: Schema = tuple(
-            TensorSpec(name, _PARAMETER_DTYPES[p.dtype], tuple(p.shape))
-            for name, p in sorted(self._parameters.items())
-        )
-        self._expanded = any(_repeated_dims(p) for p in self._parameters.values())
-        self._copies: dict[torch.device, DeviceCopies] = {}
-        self._lock = threading.Lock()
-
-    def capture(self, arrays: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Copy parameters into ``arrays``; on CUDA the copies run on beside the training."""
-        waits = []
-        for device, (parameters, hosts) in self._by_device(arrays).items():
-            if device.type == "cuda":
-                waits.append(self._copies_of(device).download(parameters, hosts))
-            else:
-                torch._foreach_copy_(hosts, parameters)
-
-        def wait_for_all() -> None:
-            for wait in waits:
-                wait()
-
-        return wait_for_all
-
-    def stage(self, arrays: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """``arrays`` themselves, or their copies on the device of a CUDA parameter."""
-        staged = dict(arrays)
-        names: dict[torch.device, list[str]] = {}
-        for name in arrays:
-            names.setdefault(self._parameters[name].device, []).append(name)
-        for device, moved in names.items():
-            if device.type == "cuda":
-                uploaded = self._copies_of(device).upload([arrays[name] for name in moved])
-                staged.update(zip(moved, uploaded, strict=True))
-        return staged
-
-    def apply(self, staged: Mapping[str, Tensor], *, mixing: float = 0.0) -> None:
-        """Write ``mixing·θ + (1−mixing)·Θ`` in place."""
-        for device, (parameters, sources) in self._by_device(staged).items():
-            if device.type == "cuda":
-                self._copies_of(device).use(sources)
-            pairs = [(data, source) for data, source in zip(parameters, sources, strict=True)]
-
-    def not_finite(self) -> list[str]:
-        """Names of parameters with a NaN or an infinity; one wait for each device."""
-        found: list[str] = []
-        by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
-        for name, parameter in self._parameters.items():
-            if parameter.numel():
-                by_device.setdefault(parameter.device, []).append((name, parameter.data))
-        for named in by_device.values():
-            norms = torch._foreach_norm([data for _, data in named], math.inf)
-            finite = torch.stack([norm.float() for norm in norms]).isfinite().tolist()
-            found += [name for (name, _), good in zip(named, finite, strict=True) if not good]
-        return sorted(found)
-
-    def _by_device(
-        self, arrays: Mapping[str, Tensor]
-    ) -> dict[torch.device, tuple[list[Tensor], list[Tensor]]]:
-        """Lists of parameters and of their arrays, of one shape each, by the parameters' device."""
-        groups: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        for name, array in arrays.items():
-            data = self._parameters[name].data
-            if data.dtype != array.dtype or data.shape != array.shape:
-                raise ValueError(
-                    f"the parameter {name!r} is {data.dtype} {tuple(data.shape)} and was "
-                    f"{array.dtype} {tuple(array.shape)} when the session began; change dtypes "
-                    "and shapes before that"
-                )
-            parameters, others = groups.setdefault(data.device, ([], []))
-            parameters.append(data)
-            others.append(array)
-        return groups
-
-    def _copies_of(self, device: torch.device) -> DeviceCopies:
-        with self._lock:
-            if device not in self._copies:
-                self._copies[device] = DeviceCopies(torch.cuda, device)
-            return self._copies[device]
+        _CODECS[dtype][1](data, out, scale)
 
 
 def _chunks(*arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -268,6 +171,11 @@ def _chunks(*arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def _scratch(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory for one piece of ``like``."""
     return torch.empty(min(like.numel(), CHUNK), dtype=dtype, device="cpu")
+
+
+def _constant(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An operand for many chunks; a Python number would be converted anew for each of them."""
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _fp32(x: Tensor, scratch: Tensor) -> Tensor:
@@ -292,8 +200,10 @@ def _elementwise(
             o.copy_(operation(_fp32(x, first), _fp32(y, second), out=first[: o.numel()]))
 
 
-def _factors(scale: float) -> list[float]:
+def _factors(scale: float) -> list[Tensor]:
     """Fp32 factors whose product is ``scale``, the steps first that keep every product in range."""
+    if not math.isfinite(scale):
+        raise ValueError(f"a coefficient must be finite, not {scale!r}")
     factors = []
     while abs(scale) > 2.0**127:
         factors.append(2.0**100)
@@ -301,10 +211,10 @@ def _factors(scale: float) -> list[float]:
     while 0.0 < abs(scale) < 2.0**-126:
         factors.append(2.0**-100)
         scale *= 2.0**100
-    return [*factors, scale]
+    return [_constant(factor) for factor in (*factors, scale)]
 
 
-def _scaled(x: Tensor, factors: Sequence[float], out: Tensor) -> Tensor:
+def _scaled(x: Tensor, factors: Sequence[Tensor], out: Tensor) -> Tensor:
     """``out = x`` times all factors, ``out`` being F32."""
     if x.dtype != torch.float32:
         x = out.copy_(x)
@@ -315,7 +225,7 @@ def _scaled(x: Tensor, factors: Sequence[float], out: Tensor) -> Tensor:
 
 def _combined(
     terms: Sequence[Tensor],
-    factors: Sequence[Sequence[float]],
+    factors: Sequence[Sequence[Tensor]],
     out: Tensor,
     product: Tensor,
 ) -> Tensor:
@@ -337,7 +247,7 @@ def _trustworthy(total: float, count: int) -> bool:
 
 
 def _row_sums(x: Tensor, y: Tensor) -> float:
-    """``Σ x·y``, each row in fp32 (for ``y is x`` its norm, which is faster), the rest in float64."""
+    """``Σ x·y``: each row in fp32 (for ``y is x`` its norm: faster), their sum in float64."""
     whole = x.numel() // ROW * ROW
     first, second = _scratch(x), _scratch(x)
     tail = _exact_dot(x.view(-1)[whole:], y.view(-1)[whole:])
@@ -380,34 +290,45 @@ def _encode_e4m3(x: Tensor, data: Tensor, scale: Tensor) -> None:
     # A subnormal's exponent field reads -127; its true exponent is less, and both are clamped.
     exponent = min(max(math.frexp(largest)[1] - 1 - 7, -126), 127) if largest else 0
     scale.fill_(2.0**exponent)
+    inverse = _constant(2.0**-exponent)
     for piece, target in _chunks(x, data):
         # At most 256 after scaling, within the format's 448; the cast rounds to nearest even.
-        target.copy_(torch.mul(piece, 2.0**-exponent, out=values[: piece.numel()]))
+        target.copy_(torch.mul(piece, inverse, out=values[: piece.numel()]))
 
 
-_E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+_E4M3_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
 
 
 def _decode_e4m3(data: Tensor, out: Tensor, scale: Tensor) -> None:
-    index, factor = _scratch(out, torch.int32), float(scale)
+    index = _scratch(out, torch.int32)
     for codes, target in _chunks(data.view(torch.uint8), out):
         torch.index_select(_E4M3_VALUES, 0, index[: codes.numel()].copy_(codes), out=target)
-        target.mul_(factor)
+        target.mul_(scale)
+
+
+_ZERO = _constant(0.0)
+# The fp32 whose unit of rounding is 1, plus what the codes of steps 1/2, 1 and 2 are offset by.
+_STEP_1_2, _STEP_1, _STEP_2 = (_constant(2.0**23 + offset) for offset in (0, 2, 4))
+_LARGEST_CODE = _constant(2.0**23 + 7)
+_SHIFT_28 = _constant(28, torch.int32)
+_SHIFT_4, _BIT_3 = _constant(4, torch.int16), _constant(8, torch.uint8)
 
 
 def _encode_e2m1(x: Tensor, data: Tensor, scale: Tensor) -> None:
+    if not x.numel():
+        return
     # CHUNK is even and whole blocks: the pieces of data and scale are those of x.
-    pieces = x.view(-1).split(CHUNK) if x.numel() else ()
-    targets = zip(data.split(CHUNK // 2), scale.split(CHUNK // BLOCK), strict=True)
-    for piece, (packed, scales) in zip(pieces, targets, strict=bool(pieces)):
-        if piece.numel() % BLOCK:
-            piece = torch.nn.functional.pad(piece, (0, -piece.numel() % BLOCK))  # noqa: PLW2901
-        _encode_blocks(piece, packed, scales)
+    pieces = x.view(-1).split(CHUNK), data.split(CHUNK // 2), scale.split(CHUNK // BLOCK)
+    for values, packed, scales in zip(*pieces, strict=True):
+        blocks = values
+        if values.numel() % BLOCK:
+            blocks = torch.cat([values, values.new_zeros(-values.numel() % BLOCK)])
+        _encode_blocks(blocks, packed, scales)
 
 
 def _encode_blocks(x: Tensor, packed: Tensor, scales: Tensor) -> None:
     """One piece of whole blocks."""
-    signed = torch.add(x, 0.0)  # turns -0.0 into 0.0: only what is below zero has a sign
+    signed = x + _ZERO  # turns -0.0 into 0.0: only what is below zero has a sign
     magnitude = signed.abs()
     largest = magnitude.view(-1, BLOCK).amax(dim=1)
     # Exponent fields: 127 + ⌊log2⌋ of the largest, 127 + k of the scale, 127 − k of its inverse.
@@ -416,31 +337,35 @@ def _encode_blocks(x: Tensor, packed: Tensor, scales: Tensor) -> None:
     scales.copy_(field)
     inverse = (254 - field).bitwise_left_shift_(23).view(torch.float32)
     magnitude.view(-1, BLOCK).mul_(inverse.view(-1, 1))
-    # The codes 0-4 are steps of 1/2, 4-6 of 1, 6-7 of 2: the code is the least of three roundings.
-    # Fp32 has steps of 1 from 2**23 on, so adding that rounds to nearest even, once.
-    code = torch.add(_TWO_23, magnitude, alpha=2.0)
-    torch.minimum(code, magnitude + (2.0**23 + 2), out=code)
-    torch.minimum(code, torch.add(_TWO_23 + 4, magnitude, alpha=0.5), out=code)
-    codes = code.clamp_(max=2.0**23 + 7).view(torch.int32).to(torch.uint8)
-    signs = (signed.view(torch.int32) >> 28).to(torch.uint8).bitwise_and_(8)
-    pairs = codes.bitwise_or_(signs).view(torch.int16)
-    packed.copy_(torch.bitwise_right_shift(pairs, 4).bitwise_or_(pairs))
+    # Codes 0-4 are steps of 1/2, 4-6 of 1, 6-7 of 2: a code is the least of three roundings. From
+    # 2**23 on fp32 has steps of 1, so a sum there rounds to nearest even, once, to a whole number.
+    code = torch.add(_STEP_1_2, magnitude, alpha=2.0)
+    other = magnitude + _STEP_1
+    torch.minimum(code, other, out=code)
+    torch.add(_STEP_2, magnitude, alpha=0.5, out=other)
+    torch.minimum(code, other, out=code)
+    codes = torch.minimum(code, _LARGEST_CODE, out=code).view(torch.int32).to(torch.uint8)
+    signs = other.view(torch.int32)
+    torch.bitwise_right_shift(signed.view(torch.int32), _SHIFT_28, out=signs)
+    codes.bitwise_or_(signs.to(torch.uint8).bitwise_and_(_BIT_3))
+    pairs = codes.view(torch.int16)
+    packed.copy_((pairs >> _SHIFT_4).bitwise_or_(pairs))
 
 
-_TWO_23 = torch.tensor(2.0**23)
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device="cpu")
 _E2M1_SIGNED = torch.cat([_E2M1, -_E2M1])
 # Both values of a byte as one 64-bit word, so that one look-up gives two elements.
 _E2M1_PAIRS = torch.stack([_E2M1_SIGNED.repeat(16), _E2M1_SIGNED.repeat_interleave(16)], 1)
 _E2M1_WORDS = _E2M1_PAIRS.view(torch.int64).view(-1)
-_E8M0_VALUES = (torch.arange(256, dtype=torch.int32) << 23).view(torch.float32)
+_E8M0_VALUES = (torch.arange(256, dtype=torch.int32, device="cpu") << 23).view(torch.float32)
 _E8M0_VALUES[0], _E8M0_VALUES[255] = 2.0**-127, math.nan
 
 
 def _decode_e2m1(data: Tensor, out: Tensor, scale: Tensor) -> None:
-    targets = out.view(-1).split(CHUNK) if out.numel() else ()
-    sources = zip(data.split(CHUNK // 2), scale.split(CHUNK // BLOCK), strict=True)
-    for target, (packed, scales) in zip(targets, sources, strict=bool(targets)):
+    if not out.numel():
+        return
+    pieces = out.view(-1).split(CHUNK), data.split(CHUNK // 2), scale.split(CHUNK // BLOCK)
+    for target, packed, scales in zip(*pieces, strict=True):
         words = torch.index_select(_E2M1_WORDS, 0, packed.int())
         factors = torch.index_select(_E8M0_VALUES, 0, scales.int()).view(-1, 1)
         values = words.view(torch.float32).view(-1, BLOCK)
@@ -451,7 +376,8 @@ def _decode_e2m1(data: Tensor, out: Tensor, scale: Tensor) -> None:
 
 
 _CODECS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
+    **dict.fromkeys(("F32", "F16", "BF16"), (_convert, _convert)),
     "F8_E4M3": (_encode_e4m3, _decode_e4m3),
     "F4": (_encode_e2m1, _decode_e2m1),
 }
-"""How the quantized formats are written and read."""
+"""How each format is written and read."""

@@ -136,13 +136,6 @@ class Manifest(_Record):
         return _decode(cls, data, "manifest", MANIFEST_LIMIT)
 
 
-def _spec(value: object, where: str) -> TensorSpec:
-    spec = _any_spec(value, where)
-    if spec.nbytes >= INT_LIMIT:
-        raise ProtocolError(f"{where}.shape has more elements than any machine can hold")
-    return spec
-
-
 def _is_name(name: str) -> bool:
     try:
         name.encode()
@@ -152,7 +145,7 @@ def _is_name(name: str) -> bool:
 
 
 _name = text(_is_name, "a name that a payload can hold")
-_any_spec = instance(
+_spec = instance(
     TensorSpec,
     {
         "name": _name,

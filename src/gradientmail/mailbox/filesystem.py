@@ -22,21 +22,18 @@ import stat
 import threading
 from collections.abc import Buffer, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import pairwise
 
 from gradientmail.buffers import BufferPool
 from gradientmail.errors import MailboxUnavailable
 from gradientmail.mailbox.base import check_key, flat
-from gradientmail.mailbox.os_errors import NOTHING_THERE, translated
+from gradientmail.mailbox.listing import is_key, list_keys
+from gradientmail.mailbox.os_errors import NEVER_THERE, NOTHING_THERE, translated
 from gradientmail.mailbox.placing import TRIES, can_link, link_once, rename_once
 from gradientmail.mailbox.staging import STAGING, Staging, flush_folder
 
 POOLED_BYTES = 2**16
 """Objects from this size on are read into pooled memory."""
-
-LISTS_NOTHING = NOTHING_THERE | {errno.ENAMETOOLONG}
-"""What a folder answers that is not there or cannot be."""
 
 KNOWN_FOLDERS = 4096
 """How many folders whose names are on the disk are remembered."""
@@ -115,15 +112,17 @@ class FilesystemMailbox:
         path = self._path(key)
         with translated("putting", path), flat(data) as view:
             self._check_folders(path)
-            if self._exists(path):
-                return False
-            source = self._write(view, abandoned)
             try:
-                created = self._place(source, path, key)
-            except FileNotFoundError as error:
-                raise MailboxUnavailable(f"{source} was removed while it was written") from error
-            finally:
-                _remove(source)
+                if self._exists(path):
+                    return False
+                source = self._write(view, abandoned)
+                try:
+                    created = self._place(source, path, key)
+                finally:
+                    _remove(source)
+            except NotADirectoryError:
+                self._check_root()
+                raise
             if created:
                 self._flush_names(path)
             return created
@@ -139,18 +138,18 @@ class FilesystemMailbox:
         raise MailboxUnavailable(f"{self._staging.folder} is removed as fast as it is made")
 
     def _place(self, source: str, path: str, key: str) -> bool:
-        """Give ``source`` its name; False when an object has it."""
-        if self._links:
-            place = partial(link_once, source, path, self._make_folder)
-        else:
-            turn = self._staging.turn_path(key)
-            place = partial(rename_once, source, path, turn, self._make_folder)
-        for _ in range(TRIES):
-            if place():
-                return True
-            if self._exists(path):
-                return False
-        raise MailboxUnavailable(f"{path} is removed as fast as it is made")
+        """Give ``source`` its name; False when an object has it, or had it at that moment."""
+        try:
+            if self._links:
+                created = link_once(source, path, self._make_folder)
+            else:
+                turn = self._staging.turn_path(key)
+                created = rename_once(source, path, turn, self._make_folder)
+        except FileNotFoundError as error:
+            raise MailboxUnavailable(f"{source} was removed while it was written") from error
+        if not created:
+            _refuse_folder(path)
+        return created
 
     def _exists(self, path: str) -> bool:
         """Whether ``path`` is an object. A left-over empty folder with its name is removed."""
@@ -158,14 +157,12 @@ class FilesystemMailbox:
             mode = os.lstat(path).st_mode
         except FileNotFoundError:
             return False
-        if not stat.S_ISREG(mode):
-            try:
-                os.rmdir(path)
-            except FileNotFoundError:
-                return False
-            except OSError:
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path) from None
-        return stat.S_ISREG(mode)
+        if stat.S_ISREG(mode):
+            return True
+        with suppress(OSError):
+            os.rmdir(path)
+        _refuse_folder(path)
+        return False
 
     def _get(self, key: str) -> Buffer | None:
         path = self._path(key)
@@ -201,46 +198,14 @@ class FilesystemMailbox:
 
     def _list(self, prefix: str, after: str) -> Sequence[str]:
         base = prefix[: prefix.rfind("/") + 1]
-        if base and not _is_key(base[:-1]):
+        if base and not is_key(base[:-1]):
             return ()
-        keys: list[str] = []
-        pending = [base]
         with translated("listing", os.path.join(self.path, prefix)):
             self._check_folders(os.path.join(self.path, base))
-            while pending:
-                key = pending.pop()
-                if key and not key.endswith("/"):
-                    keys.append(key)
-                else:
-                    pending.extend(reversed(self._children(key, prefix, after)))
+            keys = list_keys(self.path, prefix, after)
             if not keys:
                 self._check_root()
-        return keys
-
-    def _children(self, base: str, prefix: str, after: str) -> Sequence[str]:
-        """Keys of the objects in the folder ``base``, and of its folders with ``/`` at the end.
-
-        Sorted like that they are in the order of the whole keys below them: ``a-b`` comes before
-        ``a.b`` and that before what is in ``a/``. Code points sort as their UTF-8 bytes do.
-        """
-        children = []
-        try:
-            with os.scandir(os.path.join(self.path, base)) as entries:
-                for entry in entries:
-                    child = base + entry.name
-                    if not child.startswith(prefix) or not _is_key(child):
-                        continue
-                    if entry.is_file(follow_symlinks=False):
-                        if child > after:
-                            children.append(child)
-                    elif entry.is_dir(follow_symlinks=False):
-                        child += "/"
-                        if child > after or after.startswith(child):
-                            children.append(child)
-        except OSError as error:
-            if error.errno not in LISTS_NOTHING:
-                raise
-        return sorted(children)
+            return keys
 
     def _delete(self, keys: Sequence[str]) -> None:
         paths = [self._path(key) for key in keys]
@@ -276,7 +241,7 @@ class FilesystemMailbox:
             try:
                 mode = os.lstat(folder).st_mode
             except OSError as error:
-                if error.errno in LISTS_NOTHING:
+                if error.errno in NEVER_THERE:
                     return
                 raise
             if stat.S_ISLNK(mode):
@@ -353,13 +318,11 @@ class FilesystemMailbox:
         )
 
 
-def _is_key(key: str) -> bool:
-    """Whether a put could have made this key."""
-    try:
-        check_key(key)
-    except ValueError:
-        return False
-    return key.partition("/")[0] != STAGING
+def _refuse_folder(path: str) -> None:
+    """Raise when something that is no object has the name ``path``."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
 
 
 def _open_to_read(path: str) -> int | None:

@@ -55,6 +55,9 @@ CONFLICT = _codes("ENOTDIR", "EISDIR", "ELOOP")
 NOTHING_THERE = _codes("ENOENT", "ENOTDIR", "ELOOP", "ENXIO")
 """What opening answers when no object has this name: none, below an object, a link, a socket."""
 
+NEVER_THERE = NOTHING_THERE | {errno.ENAMETOOLONG}
+"""What a folder answers that is not there or cannot be."""
+
 NO_HARD_LINKS = _codes(
     "EPERM", "EACCES", "EOPNOTSUPP", "ENOTSUP", "ENOSYS", "EMLINK", "EINVAL", "ENOTTY"
 )

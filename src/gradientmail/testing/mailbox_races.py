@@ -108,9 +108,8 @@ class MailboxRaces:
                     found = await reader.get(key)
                     if found is not None and content(found) != value:
                         failures.append(key)
-                for key in await reader.list("whole/"):
-                    if await reader.get(key) is None:
-                        failures.append(f"{key} is listed and not there")
+                listed = await reader.list("whole/")
+                failures.extend([key for key in listed if await reader.get(key) is None])
 
         def thread(number: int) -> None:
             try:

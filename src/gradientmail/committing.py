@@ -1,0 +1,141 @@
+"""One commit: the outer step written where the payloads lie, then payloads, then the record."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gradientmail.algorithm.outer import FragmentState, OuterStep
+from gradientmail.backend.base import Array, Backend
+from gradientmail.clock import Offload
+from gradientmail.collecting import Collector
+from gradientmail.exchange import layout
+from gradientmail.exchange.exchange import Exchange, Payload
+from gradientmail.exchange.payload import PayloadLayout, sha256_hex
+from gradientmail.exchange.records import Estimates, RoundRecord, Update
+from gradientmail.run import Run, arrays_over, payload_arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A fragment as its closer holds it."""
+
+    version: int
+    theta: Payload
+    outer: Payload | None
+    """None before the first commit: zero momentum, the master is theta."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """A round whose contributions are complete."""
+
+    collector: Collector
+    claim: int
+    quorum_seconds: float
+    grace_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Blanks:
+    """The buffers that a commit is written into, by payload, and the contributions' cosine."""
+
+    buffers: Mapping[str, tuple[PayloadLayout, memoryview]]
+    cosine: float | None
+
+
+class Committer:
+    """Makes commits ready: all but the record's creation. Used on the loop's thread."""
+
+    def __init__(self, run: Run, exchange: Exchange, *, backend: Backend, offload: Offload) -> None:
+        """``backend`` does the merging, on the host."""
+        self._run = run
+        self._exchange = exchange
+        self._backend = backend
+        self._offload = offload
+
+    async def prepare(
+        self, closing: Closing, state: Held, estimates: Estimates
+    ) -> tuple[RoundRecord, Held]:
+        """Merge into ``state`` and upload; the record to create, and what is held if it counts."""
+        blanks = await self._offload(self._merge, closing.collector, state)
+        payloads = await self._upload(closing.collector.number, blanks.buffers)
+        update = None
+        if "update" in payloads:
+            digest = await self._offload(sha256_hex, payloads["theta"].buffer)
+            update = Update(payloads["update"].ref, digest)
+        record = self._record(closing, blanks.cosine, payloads, update, estimates)
+        return record, Held(record.version, payloads["theta"], payloads["outer"])
+
+    def _merge(self, collector: Collector, state: Held) -> Blanks:
+        """The outer step, written where the payloads lie. Off the loop."""
+        backend, fragment, algorithm = self._backend, collector.fragment, self._run.algorithm
+        merged = collector.fold.merged()
+        buffers = {"theta": fragment.theta, "outer": fragment.outer}
+        if fragment.update is not None:
+            buffers["update"] = fragment.update
+        blank = {name: (one, one.blank(self._exchange.take)) for name, one in buffers.items()}
+        out: dict[str, Mapping[str, Array]] = {
+            name: arrays_over(backend, buffer, one) for name, (one, buffer) in blank.items()
+        }
+        OuterStep(algorithm.outer_lr, algorithm.outer_momentum, algorithm.commit_dtype)(
+            backend,
+            fragment.specs,
+            self._arrays(state),
+            merged.deltas,
+            new=FragmentState(out["theta"], out["outer"]),
+            update=out.get("update", {}),
+            final=collector.all_final,
+            take=self._exchange.take,
+        )
+        return Blanks(blank, merged.cosine)
+
+    def _arrays(self, state: Held) -> FragmentState:
+        outer = {} if state.outer is None else payload_arrays(self._backend, state.outer)
+        return FragmentState(payload_arrays(self._backend, state.theta), outer)
+
+    async def _upload(
+        self, number: int, buffers: Mapping[str, tuple[PayloadLayout, memoryview]]
+    ) -> dict[str, Payload]:
+        """Hash and store theta, outer and update, all at once."""
+
+        def key_of(digest: str, extension: str) -> str:
+            return layout.round_blob_key(number, digest, extension)
+
+        async def send(name: str) -> Payload:
+            payload_layout, buffer = buffers[name]
+            sealed = await self._offload(self._exchange.seal, buffer, payload_layout, key_of)
+            return await self._exchange.store(sealed)
+
+        sent = await asyncio.gather(*(send(name) for name in buffers), return_exceptions=True)
+        payloads: dict[str, Payload] = {}
+        for name, result in zip(buffers, sent, strict=True):
+            if isinstance(result, BaseException):
+                raise result
+            payloads[name] = result
+        return payloads
+
+    def _record(
+        self,
+        closing: Closing,
+        cosine: float | None,
+        payloads: Mapping[str, Payload],
+        update: Update | None,
+        estimates: Estimates,
+    ) -> RoundRecord:
+        collector, schedule = closing.collector, self._run.schedule
+        number = collector.number
+        return RoundRecord(
+            round=number,
+            step=schedule.due_step(number),
+            fragment=schedule.fragment(number),
+            version=schedule.version(number),
+            participants=collector.participants(),
+            rejected=tuple(sorted(collector.rejected.items())),
+            cosine=cosine,
+            theta=payloads["theta"].ref,
+            outer=payloads["outer"].ref,
+            update=update,
+            quorum_seconds=closing.quorum_seconds,
+            grace_seconds=closing.grace_seconds,
+            estimates=estimates,
+        )

@@ -1,0 +1,171 @@
+"""The outer step against its formula in float64, for every kind of parameter and commit."""
+
+import math
+
+import pytest
+import torch
+from tests.algorithm.tensors import BACKEND, blank, same_bytes, take
+
+from gradientmail.algorithm.outer import FragmentState, OuterStep, apply_update
+from gradientmail.algorithm.precision import outer_specs, theta_specs, update_specs
+from gradientmail.backend.base import Combination
+from gradientmail.schema import TensorSpec
+
+SHAPES = {"b": (), "e": (0,), "w": (7, 9)}
+TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+LR, BETA = 0.7, 0.9
+commits = pytest.mark.parametrize("commit_dtype", [None, "F32", "F16", "BF16", "F8_E4M3", "F4"])
+parameters = pytest.mark.parametrize("dtype", TORCH)
+finals = pytest.mark.parametrize("final", [False, True], ids=["step", "final"])
+
+
+def specs_of(dtype: str) -> list[TensorSpec]:
+    return [TensorSpec(name, dtype, shape) for name, shape in SHAPES.items()]
+
+
+def draw(seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=rng) * scale for name, shape in SHAPES.items()}
+
+
+def step(
+    specs: list[TensorSpec],
+    old: FragmentState,
+    deltas: dict[str, Combination],
+    commit_dtype: str | None,
+    *,
+    final: bool = False,
+) -> tuple[FragmentState, dict[str, torch.Tensor]]:
+    outer = blank(outer_specs(specs, commit_dtype=commit_dtype))
+    new = FragmentState(blank(theta_specs(specs)), outer)
+    update = blank(update_specs(specs, commit_dtype))
+    optimizer = OuterStep(LR, BETA, commit_dtype)
+    optimizer(BACKEND, specs, old, deltas, new=new, update=update, final=final, take=take)
+    return new, update
+
+
+def theta_zero(specs: list[TensorSpec], seed: int = 1) -> FragmentState:
+    drawn = draw(seed)
+    return FragmentState({s.name: drawn[s.name].to(TORCH[s.dtype]) for s in specs}, {})
+
+
+@commits
+@parameters
+@finals
+def test_momentum_and_master_follow_the_formula(
+    dtype: str, commit_dtype: str | None, final: bool
+) -> None:
+    specs, state = specs_of(dtype), theta_zero(specs_of(dtype))
+    master = {name: x.double() for name, x in state.theta.items()}
+    momentum = {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
+    for turn in range(4):
+        x, y = draw(10 + turn), draw(20 + turn)
+        deltas: dict[str, Combination] = {n: ((0.5, x[n]), (0.25, y[n])) for n in SHAPES}
+        last = final and turn == 3
+        state, _ = step(specs, state, deltas, commit_dtype, final=last)
+        for name in SHAPES:
+            delta = 0.5 * x[name].double() + 0.25 * y[name].double()
+            if last:
+                master[name] = master[name] - delta
+            else:
+                momentum[name] = BETA * momentum[name] + delta
+                master[name] = master[name] - LR * (delta + BETA * momentum[name])
+            found = state.momentum(name)
+            assert found is not None
+            torch.testing.assert_close(found.double(), momentum[name], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                state.master(name).double(), master[name], rtol=1e-6, atol=1e-6
+            )
+
+
+def test_final_step_keeps_the_momentum_bit_for_bit() -> None:
+    specs = specs_of("BF16")
+    deltas: dict[str, Combination] = {name: ((1.0, x),) for name, x in draw(2).items()}
+    first, _ = step(specs, theta_zero(specs), deltas, None)
+    last, _ = step(specs, first, deltas, None, final=True)
+    fresh, _ = step(specs, theta_zero(specs), deltas, None, final=True)
+    for name, shape in SHAPES.items():
+        kept, before, none = last.momentum(name), first.momentum(name), fresh.momentum(name)
+        assert kept is not None
+        assert before is not None
+        assert none is not None
+        assert same_bytes(kept, before)
+        assert same_bytes(none, torch.zeros(shape))
+
+
+@parameters
+def test_without_a_commit_dtype_theta_is_the_rounded_master(dtype: str) -> None:
+    specs = specs_of(dtype)
+    deltas: dict[str, Combination] = {name: ((0.1, x),) for name, x in draw(3).items()}
+    new, update = step(specs, theta_zero(specs), deltas, None)
+    assert update == {}
+    assert ("master.w" in new.outer) == (dtype != "F32")
+    for name, theta in new.theta.items():
+        assert theta.dtype == TORCH[dtype]
+        assert same_bytes(theta, new.master(name).to(TORCH[dtype]))
+        if dtype == "F32":
+            assert new.master(name) is theta
+
+
+@commits
+@parameters
+def test_holder_of_the_old_theta_rebuilds_the_new_one_exactly(
+    dtype: str, commit_dtype: str | None
+) -> None:
+    if commit_dtype is None:
+        return
+    specs = specs_of(dtype)
+    state = theta_zero(specs)
+    for turn in range(3):
+        deltas: dict[str, Combination] = {n: ((0.1, x),) for n, x in draw(30 + turn).items()}
+        new, update = step(specs, state, deltas, commit_dtype)
+        rebuilt = blank(theta_specs(specs))
+        apply_update(BACKEND, specs, state.theta, update, commit_dtype, rebuilt, take)
+        assert all(same_bytes(rebuilt[name], theta) for name, theta in new.theta.items())
+        state = new
+
+
+@pytest.mark.parametrize("commit_dtype", ["F8_E4M3", "F4"])
+def test_what_rounding_loses_stays_in_the_master(commit_dtype: str) -> None:
+    """Theta follows the master for good: its distance does not add up over the rounds."""
+    specs = [TensorSpec("w", "F32", (64,))]
+    state = FragmentState({"w": torch.zeros(64)}, {})
+    rng = torch.Generator().manual_seed(5)
+    drift = torch.randn(64, generator=rng)
+    for turn in range(60):
+        noise = torch.randn(64, generator=rng)
+        state, _ = step(specs, state, {"w": ((-1e-3, drift + noise),)}, commit_dtype)
+        gap = float((state.theta["w"] - state.master("w")).abs().max())
+        moved = float(state.master("w").abs().max())
+        assert turn < 20 or gap <= 0.05 * moved
+
+
+def test_no_term_is_no_change_but_the_momentum_carries_on() -> None:
+    specs = [TensorSpec("w", "F32", (5,))]
+    old = FragmentState({"w": torch.ones(5)}, {"momentum.w": torch.full((5,), 2.0)})
+    new, _ = step(specs, old, {"w": ()}, None)
+    momentum = new.momentum("w")
+    assert momentum is not None
+    torch.testing.assert_close(momentum, torch.full((5,), 1.8))
+    torch.testing.assert_close(new.theta["w"], torch.full((5,), 1.0 - 0.7 * 0.9 * 1.8))
+
+
+def test_old_state_is_only_read() -> None:
+    specs = specs_of("BF16")
+    deltas: dict[str, Combination] = {name: ((0.1, x),) for name, x in draw(6).items()}
+    first, _ = step(specs, theta_zero(specs), deltas, "F4")
+    before = {n: x.clone() for n, x in {**first.theta, **first.outer}.items()}
+    for final in (False, True):
+        step(specs, first, deltas, "F4", final=final)
+    for name, x in {**first.theta, **first.outer}.items():
+        assert same_bytes(x, before[name])
+
+
+def test_a_coefficient_outside_fp32_is_right_when_the_product_is_inside() -> None:
+    specs = [TensorSpec("w", "F32", (4,))]
+    old = FragmentState({"w": torch.zeros(4)}, {})
+    new, _ = step(specs, old, {"w": ((1e41, torch.full((4,), 1e-38)),)}, None)
+    momentum = new.momentum("w")
+    assert momentum is not None
+    expected = float(torch.tensor(1e-38)) * 1e41
+    assert math.isclose(float(momentum[0]), expected, rel_tol=1e-6)

@@ -1,0 +1,142 @@
+"""The example as a newcomer runs it: processes, a folder, a join, a kill, Ctrl-C."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+import gradientmail as gm
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TINY = ["--width", "32", "--depth", "1"]
+PATIENCE_SECONDS = 100.0
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line of the example with a tiny model."""
+    return [sys.executable, str(EXAMPLES / "byte_lm.py"), *TINY, *arguments]
+
+
+@contextmanager
+def example(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The example, running in a process group of its own; ended with all its children."""
+    process = subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def until[T](look: Callable[[], T | None], process: subprocess.Popen[str]) -> T:
+    """What ``look`` finds, asked again until it finds something while ``process`` runs."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        found = look()
+        if found is not None:
+            return found
+        assert process.poll() is None, f"ended with {process.returncode}"
+        time.sleep(0.05)
+    pytest.fail(f"nothing within {PATIENCE_SECONDS} s")
+
+
+def participants(run: Path, after: int = -1) -> Iterator[tuple[int, set[str]]]:
+    """Round and learners of every commit after round ``after``."""
+    for path in sorted(run.glob("rounds/*.json")):
+        if int(path.stem) > after:
+            record = json.loads(path.read_bytes())
+            yield record["round"], {part["learner"] for part in record["participants"]}
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (one that ended and was not waited for does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_training_together_is_compared_with_training_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shown = subprocess.run(
+        command("--learners", "2", "--steps", "96", "--mailbox", str(run)),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_SECONDS,
+    ).stdout
+
+    assert shown.startswith(f"A new run in {run}\n")
+    assert len(re.findall(r" 96/96 .* done$", shown, re.MULTILINE)) >= 3
+    together, alone = re.findall(r"^  (?:together|alone) +(\d\.\d{3}) ", shown, re.MULTILINE)
+    assert re.findall(r"([\d,]+) bytes read", shown) == ["98,304", "49,152"]
+    difference = float(alone) - float(together)
+    verdict = "helped" if difference > 0 else "did not help"
+    word = "lower" if difference > 0 else "higher"
+    assert re.search(rf"^Training together {verdict}: \d\.\d{{3}} {word}\.$", shown, re.MULTILINE)
+    # An untrained model has 8 bits per byte.
+    assert float(together) < 6.0
+    assert float(alone) < 6.0
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import byte_lm
+
+    model = byte_lm.Options(str(run), 2, 96, 32, 1).new_model()
+    last = gm.align(model, mailbox=gm.FilesystemMailbox(run))
+    assert f"after {last + 1} rounds:" in shown
+    assert last >= 7
+    assert byte_lm.held_out_loss(model) == pytest.approx(float(together), abs=1e-3)
+    by_learner = {name for _, names in participants(run) for name in names}
+    assert len(by_learner) == 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+def test_others_join_and_go_on_after_a_kill_and_ctrl_c_ends_all(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    endless = ["--steps", "1000000", "--mailbox", str(run), "--learners"]
+
+    def committed_by(names: set[str], after: int = -1) -> int | None:
+        return next((number for number, who in participants(run, after) if who == names), None)
+
+    def learners(count: int) -> set[str] | None:
+        names = {path.name for path in run.glob("leases/*")}
+        return names if len(names) == count else None
+
+    with example(*endless, "2") as first:
+        founders = until(lambda: learners(2), first)
+        until(lambda: committed_by(founders), first)
+        with example(*endless, "1") as second:
+            everyone = until(lambda: learners(3), second)
+            joined = until(lambda: committed_by(everyone), second)
+
+            victim = min(founders)
+            os.kill(int(victim.rsplit("-", 1)[1]), signal.SIGKILL)
+            until(lambda: committed_by(everyone - {victim}, after=joined), second)
+
+            for process in (first, second):
+                process.send_signal(signal.SIGINT)
+            outputs = [
+                process.communicate(timeout=PATIENCE_SECONDS)[0] for process in (first, second)
+            ]
+            assert [first.returncode, second.returncode] == [130, 130]
+    assert outputs[0].startswith("A new run in")
+    assert outputs[1].startswith("Joining the run in")
+    assert all(output.endswith("\nStopped.\n") for output in outputs)
+    assert [name for name in everyone if alive(int(name.rsplit("-", 1)[1]))] == []
+    parts = {path.read_text() for path in run.glob("units/*")}
+    assert parts == everyone
