@@ -9,14 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-
-# Importing torch, and what its optimizers import when the first is made, takes most of the start:
-# where the system can fork, one server does it for all.
-if "forkserver" in multiprocessing.get_all_start_methods():
-    CONTEXT = multiprocessing.get_context("forkserver")
-    CONTEXT.set_forkserver_preload(["torch", "torch._dynamo"])
-else:
-    CONTEXT = multiprocessing.get_context("spawn")
+from multiprocessing.context import ForkServerContext, SpawnContext
 
 
 @dataclass
@@ -42,6 +35,25 @@ class Progress:
             raise SystemExit
 
 
+def process_context() -> ForkServerContext | SpawnContext:
+    """How processes are started.
+
+    Importing torch, and what its optimizers import when the first is made, takes most of a start:
+    where the system can fork, one server does it for all.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    from multiprocessing import forkserver
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo"])
+    # Ctrl-C reaches all processes of a terminal; those that inherit this leave it to their parent.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    forkserver.ensure_running()
+    signal.signal(signal.SIGINT, before)
+    return context
+
+
 class Row[Options]:
     """A process that runs ``work(options, pipe)``, and the line that shows it.
 
@@ -52,12 +64,11 @@ class Row[Options]:
     def __init__(
         self, work: Callable[[Options, Connection], None], options: Options, steps: int
     ) -> None:
-        """Start the process. Ctrl-C, which reaches all processes of a terminal, passes it by."""
-        self.pipe, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=work, args=(options, theirs))
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        """Start the process."""
+        context = process_context()
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(options, theirs))
         self.process.start()
-        signal.signal(signal.SIGINT, before)
         theirs.close()
         self.progress, self.running, self.steps = Progress(), True, steps
 
@@ -114,6 +125,7 @@ def draw[Options](rows: Sequence[Row[Options]], *, again: bool) -> None:
 
 def stop[Options](rows: Sequence[Row[Options]]) -> None:
     """End the processes: a closed pipe asks them to leave; who does not soon is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressing it again makes it no faster
     for row in rows:
         row.pipe.close()
     deadline = time.monotonic() + 0.8

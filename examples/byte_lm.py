@@ -182,7 +182,7 @@ def learn_alone(options: Options, pipe: Connection) -> None:
     progress.send(pipe)
 
 
-def report(options: Options, learners: list[Row[Options]], alone: Row[Options] | None) -> None:
+def report(options: Options, learners: list[Row[Options]], alone: list[Row[Options]]) -> None:
     """Say what came out of the run: the committed parameters, not any learner's own."""
     model = options.new_model()
     last = gm.align(model, mailbox=open_mailbox(options.mailbox))
@@ -193,9 +193,10 @@ def report(options: Options, learners: list[Row[Options]], alone: Row[Options] |
         f"  together  {together:.3f}  {len(steps)} learners here, {max(steps)} steps each at most,"
     )
     print(f"                   {sum(steps) * BATCH * CONTEXT:,} bytes read")
-    if alone and not math.isnan(single := alone.progress.held_out):
-        print(f"  alone     {single:.3f}  {alone.progress.step} steps,")
-        print(f"                   {alone.progress.step * BATCH * CONTEXT:,} bytes read")
+    for row in alone:
+        single, count = row.progress.held_out, row.progress.step
+        print(f"  alone     {single:.3f}  {count} steps,")
+        print(f"                   {count * BATCH * CONTEXT:,} bytes read")
         helped = together < single
         print(f"Training together {'helped' if helped else 'did not help'}: ", end="")
         print(f"{abs(single - together):.3f} {'lower' if helped else 'higher'}.")
@@ -224,17 +225,20 @@ def main() -> int:
     exists = asyncio.run(box.get("manifest.json")) is not None
     print("Joining the run in" if exists else "A new run in", options.mailbox)
     print("Join it from a second terminal: the same command with", f"--mailbox {options.mailbox}\n")
-    learners = [Row(learn_together, options, options.steps) for _ in range(options.learners)]
-    alone = None if exists else Row(learn_alone, options, options.steps)
-    rows = [*learners, alone] if alone else learners
+    rows: list[Row[Options]] = []
     try:
+        for work in [learn_together] * options.learners + [learn_alone] * (not exists):
+            rows.append(Row(work, options, options.steps))  # noqa: PERF401 - stop() needs them
+        learners, alone = rows[: options.learners], rows[options.learners :]
         follow(rows)
+        if not any(row.state == "done" for row in learners):
+            raise SystemExit("\nNo learner finished.")
         report(options, learners, alone)
     except KeyboardInterrupt:
         stop(rows)
-        print("\nStopped.")
-        return 130
-    return 0 if any(row.state == "done" for row in learners) else 1
+        print("\nStopped.", flush=True)
+        os._exit(130)  # at once: unloading torch takes longer than all the rest
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ Nobody returns anything by hand, so nothing can be overwritten while it is still
 import mmap
 from collections import deque
 from collections.abc import Callable
+from itertools import count
+from weakref import ref
 
 
 def host_memory(nbytes: int) -> memoryview:
@@ -16,23 +18,30 @@ def host_memory(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, max(nbytes, 1)))
 
 
-class _Lease:
-    """One use of a buffer. The views of it hold it; their end gives the memory back."""
+class _Lease(int):
+    """One use of a buffer. The views of it hold it; their end gives the memory back.
 
-    __slots__ = ("_memory", "_pool")
+    A number without attributes, so that the cyclic collector, which takes apart what it finds in a
+    cycle before the views in it end, has nothing to take here: a memoryview held by the lease would
+    come back to the pool released.
+    """
 
-    def __init__(self, memory: memoryview, pool: "BufferPool") -> None:
-        self._memory = memory
-        self._pool = pool
+    __slots__ = ()
 
     def __buffer__(self, flags: int, /) -> memoryview:
-        return memoryview(self._memory)
+        return memoryview(_lent[self][1])
 
     def __release_buffer__(self, view: memoryview, /) -> None:
         view.release()
-        pool = getattr(self, "_pool", None)  # gone when the collector broke a cycle around this
+        found, memory = _lent.pop(self)
+        pool = found()
         if pool is not None:
-            pool._give_back(self._memory)  # noqa: SLF001
+            pool._give_back(memory)  # noqa: SLF001
+
+
+_lent: dict[int, tuple["ref[BufferPool]", memoryview]] = {}
+"""By lease, the pool and the memory of it that is in use."""
+_leases = count()
 
 
 class BufferPool:
@@ -51,7 +60,9 @@ class BufferPool:
         memory = self._kept(nbytes)
         if memory is None:
             memory = self._allocate(nbytes)
-        return memoryview(_Lease(memory, self))[:nbytes]
+        lease = _Lease(next(_leases))
+        _lent[lease] = ref(self), memory
+        return memoryview(lease)[:nbytes]
 
     def _kept(self, nbytes: int) -> memoryview | None:
         """An idle buffer that is large enough and not much larger."""

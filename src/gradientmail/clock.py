@@ -47,9 +47,17 @@ class Offload(Protocol):
         ...
 
 
-async def inline[**P, T](work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Offload nothing: run ``work`` where the loop runs."""
-    return work(*args, **kwargs)
+class Inline:
+    """Offloads nothing: runs the work where the loop runs."""
+
+    async def __call__[**P, T](
+        self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return ``work(*args, **kwargs)``."""
+        return work(*args, **kwargs)
+
+
+inline = Inline()
 
 
 async def wait_or_sleep(clock: Clock, seconds: float, *events: asyncio.Event) -> bool:

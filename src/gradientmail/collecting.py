@@ -1,7 +1,7 @@
 """One round's contributions: judged, fetched, checked and folded in as they appear."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from gradientmail.algorithm.merge import Fold, contribution_weight
 from gradientmail.algorithm.precision import decode_tensors
@@ -48,6 +48,8 @@ class Collector:
         self.base_version = run.schedule.version(number) - 1
         self.accepted: dict[str, SnapshotRecord] = {}
         self.rejected: dict[str, str] = {}
+        self._judged: dict[str, bytes] = {}
+        """Their records. Who was rejected may publish another one while the round is open."""
         self.fold = Fold(run.algorithm.merge, self.fragment.specs, backend, exchange.take)
         self._run = run
         self._exchange = exchange
@@ -83,8 +85,17 @@ class Collector:
         known = [r.step_seconds for r in self.accepted.values() if r.step_seconds is not None]
         return sum(known) / len(known) if known else None
 
+    def new(self, found: Mapping[str, bytes]) -> list[str]:
+        """The learners in ``found`` whose records were not judged yet, sorted."""
+        return sorted(
+            learner
+            for learner, raw in found.items()
+            if learner not in self.accepted and self._judged.get(learner) != raw
+        )
+
     async def take(self, learner: str, raw: bytes) -> None:
         """Judge one snapshot and fold it in, or reject it."""
+        self._judged[learner] = raw
         try:
             record = SnapshotRecord.from_bytes(raw)
             expect_key(record, layout.snapshot_key(self.number, learner))
@@ -97,6 +108,7 @@ class Collector:
         if verdict is not None:
             self._reject(learner, *verdict)
         else:
+            self.rejected.pop(learner, None)
             self.accepted[learner] = record
 
     async def _fold_in(self, record: SnapshotRecord) -> tuple[str, str] | None:
@@ -130,7 +142,7 @@ class Collector:
 
 async def take_new(collector: Collector, found: dict[str, bytes]) -> bool:
     """Take in what the watch has found and the collector has not judged; whether there was any."""
-    fresh = sorted(found.keys() - collector.reported)
+    fresh = collector.new(found)
     for learner in fresh:
         await collector.take(learner, found[learner])
         await asyncio.sleep(0)

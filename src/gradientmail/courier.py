@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from time import perf_counter
 
 from gradientmail.algorithm.outer import apply_update
-from gradientmail.algorithm.precision import encode_difference
+from gradientmail.algorithm.precision import QUANTIZED, encode_difference
 from gradientmail.backend.base import Array, Backend, Parameters
 from gradientmail.clock import Clock, Offload
-from gradientmail.errors import PayloadCorrupt
+from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.events import Event, SnapshotPublished, TaskFailed
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange, Payload, Sealed
@@ -109,13 +109,15 @@ class Courier:
             try:
                 if sealed is None:
                     sealed = await self._offload(self._seal_delta, outgoing)
-                    if sealed[1]:
+                    if sealed[1] and self._handoff.repair is None:
                         self._handoff.repair = (outgoing.round, sealed[1])
                         self._handoff.tell()
-                return await self._upload(outgoing, sealed[0], healthy=not sealed[1])
+                await self._upload(outgoing, sealed[0], healthy=not sealed[1])
             except Exception as error:
                 self._announce(TaskFailed(task="publish", error=repr(error), round=outgoing.round))
                 await self._clock.sleep(self._watch.poll_interval)
+            else:
+                return
 
     async def _upload(self, outgoing: Outgoing, sealed: Sealed, *, healthy: bool) -> None:
         payload = await self._exchange.store(sealed)
@@ -137,9 +139,14 @@ class Courier:
             payload=payload.ref,
         )
         data: bytes | None = record.to_bytes()
-        if not await self._exchange.put_snapshot(record):
+        while not await self._exchange.put_snapshot(record):
             # One is there: this attempt's, its answer lost, or an earlier process's of this id.
             data = await self._exchange.snapshot(outgoing.round, self._learner)
+            if not healthy or data is None or self._counts(data):
+                break
+            # It counts nothing, so that the round may wait for ever for a contribution.
+            await self._exchange.delete((record.key,))
+            data = record.to_bytes()
         if data is not None:
             self._watch.found_snapshot(outgoing.round, self._learner, data)
         self._watch.hurry(4)
@@ -154,6 +161,14 @@ class Courier:
                 final=outgoing.final,
             )
         )
+
+    def _counts(self, snapshot: bytes) -> bool:
+        """Whether this learner's snapshot that is there already can be merged."""
+        try:
+            record = SnapshotRecord.from_bytes(snapshot)
+        except ProtocolError:
+            return False
+        return record.steps > 0 and record.tokens > 0 and record.schema_digest == self._run.digest
 
     def _seal_delta(self, outgoing: Outgoing) -> tuple[Sealed, tuple[str, ...]]:
         """``anchor − θ``, encoded, hashed. Off the loop.
@@ -198,16 +213,19 @@ class Courier:
         buffer = fragment.delta.blank(self._exchange.take)
         encoded = arrays_over(self._backend, buffer, fragment.delta)
         anchor = outgoing.anchor.arrays
+
+        def encode(arrays: Mapping[str, Array]) -> None:
+            encode_difference(
+                self._backend, anchor, arrays, fragment.specs, dtype, encoded, self._exchange.take
+            )
+
         bad = self._not_finite(outgoing.blank.arrays)
-        encode_difference(
-            self._backend,
-            anchor,
-            anchor if bad else outgoing.blank.arrays,
-            fragment.specs,
-            dtype,
-            encoded,
-            self._exchange.take,
-        )
+        if not bad:
+            encode(outgoing.blank.arrays)
+            if dtype not in QUANTIZED:  # a difference may be too large for F16
+                bad = self._not_finite(encoded)
+        if bad:
+            encode(anchor)
         return buffer, bad
 
     def _not_finite(self, arrays: Mapping[str, Array]) -> tuple[str, ...]:

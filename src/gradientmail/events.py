@@ -131,7 +131,8 @@ class SnapshotRejected(Event):
     detail: str
 
     def __str__(self) -> str:
-        return f"round {self.round}: {self.learner}'s snapshot is rejected ({self.reason}): {self.detail}"
+        whose = f"round {self.round}: {self.learner}'s snapshot"
+        return f"{whose} is rejected ({self.reason}): {self.detail}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

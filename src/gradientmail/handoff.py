@@ -70,7 +70,7 @@ class Handoff:
     """Queues and flags between the two threads of a node."""
 
     wake: Callable[[], None]
-    """Tells the loop that ``outbox``, ``events`` or ``waits_for`` changed. Called by the learner."""
+    """Tells the loop that ``outbox``, ``events`` or ``waits_for`` changed."""
 
     outbox: deque[Outgoing] = field(default_factory=deque)
     events: deque[Event] = field(default_factory=deque)

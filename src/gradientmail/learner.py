@@ -233,16 +233,21 @@ class Learner:
     def _repair(self, number: int, found: tuple[str, ...]) -> None:
         """Put every fragment that is not finite back to its anchor, all at once.
 
-        One alone would be undone by the next backward pass, which mixes all parameters.
+        One alone would be undone by the next backward pass, which mixes all parameters. ``found``
+        are names of tensors whose parameters or delta were not finite. The round is published again
+        if it is still open then: one that nobody contributed to would stay open for good.
         """
-        bad = set(self._parameters.not_finite())
+        bad = set(self._parameters.not_finite()) | set(found)
         for fragment, version in enumerate(self._versions):
             if bad & version.arrays.keys():
                 self._parameters.apply(self._parameters.stage(version.arrays))
                 self._base_steps[fragment] = self.local_step
                 self._base_tokens[fragment] = self._tokens
                 self._overwritten_at[fragment] = self.local_step
-        tensors = tuple(sorted(bad | set(found)))
+        self._last_published = min(self._last_published, number - 1)
+        for pair in [pair for pair in self._published if pair[0] >= number]:
+            self._published.remove(pair)
+        tensors = tuple(sorted(bad))
         self._handoff.announce(ParametersNotFinite(tensors=tensors, round=number))
 
     # Waiting

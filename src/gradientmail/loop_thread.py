@@ -1,4 +1,4 @@
-"""A thread with an event loop in it, and threads for blocking work, that never keep a process alive.
+"""A thread with an event loop, and threads for blocking work, that never keep a process alive.
 
 ``concurrent.futures`` joins its threads when the interpreter exits, so that one call that hangs in
 a store would keep the process. The threads here are daemons: an abandoned call dies with it.
@@ -38,7 +38,7 @@ class DaemonExecutor(ThreadPoolExecutor):
                 return
             try:
                 future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001 - it belongs to the future
+            except BaseException as error:
                 future.set_exception(error)
 
         self._calls.put(call)

@@ -5,7 +5,7 @@ runs it on a thread of its own; a simulated world runs many of them in one threa
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -79,6 +79,7 @@ class Node:
         self._lease = Lease(retrying, settings.learner, f"{random.getrandbits(64):016x}")
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: asyncio.Task[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
         self._created: list[Payload] = []
         """The initial payloads, held until the model's versions refer to them."""
         self.watch: Watch | None = None
@@ -93,7 +94,7 @@ class Node:
         ``largest`` is the size of the largest fragment in bytes.
         """
         await self._lease.acquire()
-        self._start(self._keep_lease())
+        self._keeping = self._start(self._keep_lease())
         return await find_run(
             self.exchange,
             self._clock,
@@ -161,8 +162,9 @@ class Node:
         backend: Backend,
         merging: Backend,
     ) -> Courier:
-        """Begin to poll, publish, fetch and close rounds."""
-        assert self.watch is not None
+        """Begin to poll, publish, fetch and close rounds. After ``enter``."""
+        if self.watch is None:
+            raise RuntimeError("start comes after enter")
         self.courier = Courier(
             run,
             self.exchange,
@@ -194,6 +196,11 @@ class Node:
         self._closing = self._start(self.syncer.run())
         return self.courier
 
+    @property
+    def rounds_seen(self) -> int:
+        """The newest committed round that this node knows of, −1 for none."""
+        return -1 if self.watch is None else self.watch.next_round - 1
+
     # Leaving
 
     async def leave(self, *, patience: float, finish: bool) -> None:
@@ -206,17 +213,23 @@ class Node:
                 if finish and self.syncer is not None and self._closing is not None:
                     self.syncer.stop()
                     await asyncio.wait([self._closing], timeout=patience / 2)
-                await self.abandon()
+                await self._stop(task for task in self._tasks if task is not self._keeping)
                 await self._lease.release()
         except Exception as error:
             self._announce(TaskFailed(task="lease", error=repr(error)))
+        finally:
+            await self.abandon()
 
     async def abandon(self) -> None:
         """Stop all tasks where they are."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._stop(self._tasks)
         self._tasks.clear()
+
+    async def _stop(self, tasks: Iterable[asyncio.Task[None]]) -> None:
+        stopped = tuple(tasks)
+        for task in stopped:
+            task.cancel()
+        await asyncio.gather(*stopped, return_exceptions=True)
 
     # Tasks
 

@@ -1,6 +1,6 @@
 """What never changes in a run: schema, plan, options, and the layout of every payload."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -5,6 +5,7 @@ loop half of the node runs on. The training thread is whichever calls ``step``.
 """
 
 import atexit
+import contextlib
 import operator
 from collections.abc import Callable, Iterable
 from random import Random
@@ -49,7 +50,7 @@ class Session:
         mailbox: where the run is.
         learner_id: 1 to 64 of ``a-z``, ``0-9``, ``-``, unique among the run's live nodes; one that
             restarts may keep its own. Default: host name and process id.
-        poll_interval: seconds between looks at the mailbox. Requests cost money, waiting costs time.
+        poll_interval: seconds between looks at the mailbox: requests cost money, waiting time.
         backend: what merges rounds when this node closes them. Default: the model's own framework,
             on the host.
         compression: ``"off"`` or ``"zstd"``, of what this node uploads.
@@ -62,6 +63,7 @@ class Session:
         RunConfigMismatch: the run there has other options.
         PayloadCorrupt: the run's parameters cannot be read.
         ValueError, TypeError: an argument is not usable; says which and why.
+
     """
 
     def __init__(
@@ -81,18 +83,7 @@ class Session:
         """Join the run. Blocks until the model holds its newest parameters."""
         self._closed = False
         _check_arguments(algorithm, mailbox, compression)
-        settings = Settings(
-            learner=default_learner_id() if learner_id is None else check_learner_id(learner_id),
-            poll_interval=_seconds("poll_interval", poll_interval),
-            lease_every=_seconds("lease_every", lease_every),
-            lease_timeout=_seconds("lease_timeout", lease_timeout),
-            compressed=compression == "zstd",
-        )
-        if settings.lease_every >= settings.lease_timeout:
-            raise ValueError(
-                f"lease_every ({lease_every}) must be shorter than lease_timeout "
-                f"({lease_timeout}): a lease that is renewed too late looks like a crash"
-            )
+        settings = _settings(learner_id, poll_interval, lease_every, lease_timeout, compression)
         self._settings = settings
         self._algorithm = algorithm
         self._announce = Announcer(tuple(callbacks))
@@ -107,7 +98,7 @@ class Session:
             settings,
             self._handoff,
             clock=MonotonicClock(),
-            random=Random(),  # noqa: S311 - jitter and a token, no secret
+            random=Random(),
             offload=self._thread.offload,
             take=self._pool.take,
             announce=self._announce,
@@ -153,8 +144,7 @@ class Session:
                 merging=self._merging,
             ).make_blank
 
-        assert self._node.watch is not None
-        seen = self._node.watch.next_round - 1
+        seen = self._node.rounds_seen
         make_blank = self._thread.call(start())
         return Learner(
             self._parameters,
@@ -187,6 +177,7 @@ class Session:
             ValueError, TypeError: ``samples`` is not a positive integer.
             LearnerReplaced: another process joined with this learner's id.
             SessionClosed: the session has been closed.
+
         """
         if type(samples) is not int or samples < 1:
             samples = _positive_integer(samples)
@@ -235,10 +226,8 @@ class Session:
         if missed:
             self._announce(GaveUp(rounds=missed, waited_seconds=patience()))
         elif courier is not None:
-            try:
+            with contextlib.suppress(TimeoutError):
                 self._thread.call(courier.bring_newest(), LEAVE_SECONDS)
-            except TimeoutError:
-                pass
             self._learner.take_news()
         self._learner.settle()
 
@@ -293,6 +282,7 @@ def align(model: object, *, mailbox: Mailbox) -> int:
     Raises:
         SchemaMismatch: the run there trains a model with other parameters.
         PayloadCorrupt: its parameters cannot be read.
+
     """
     _check_mailbox(mailbox)
     backend = backend_for(model)
@@ -300,7 +290,7 @@ def align(model: object, *, mailbox: Mailbox) -> int:
     thread = LoopThread("gradientmail-align")
     try:
         exchange = Exchange(
-            RetryingMailbox(mailbox, clock=MonotonicClock(), random=Random()),  # noqa: S311
+            RetryingMailbox(mailbox, clock=MonotonicClock(), random=Random()),
             offload=thread.offload,
             take=BufferPool(allocate=backend.allocate).take,
         )
@@ -316,6 +306,7 @@ def align(model: object, *, mailbox: Mailbox) -> int:
 
 
 def _refuse(samples: int) -> None:
+    del samples
     raise SessionClosed("this session is closed; make a new Session to train on")
 
 
@@ -348,6 +339,29 @@ def _check_arguments(algorithm: object, mailbox: object, compression: object) ->
     _check_mailbox(mailbox)
     if compression not in ("off", "zstd"):
         raise ValueError(f'compression must be "off" or "zstd", not {compression!r}')
+
+
+def _settings(
+    learner_id: str | None,
+    poll_interval: float,
+    lease_every: float,
+    lease_timeout: float,
+    compression: str,
+) -> Settings:
+    """This node's own settings, checked."""
+    settings = Settings(
+        learner=default_learner_id() if learner_id is None else check_learner_id(learner_id),
+        poll_interval=_seconds("poll_interval", poll_interval),
+        lease_every=_seconds("lease_every", lease_every),
+        lease_timeout=_seconds("lease_timeout", lease_timeout),
+        compressed=compression == "zstd",
+    )
+    if settings.lease_every >= settings.lease_timeout:
+        raise ValueError(
+            f"lease_every ({lease_every}) must be shorter than lease_timeout ({lease_timeout}): "
+            "a lease that is renewed too late looks like a crash"
+        )
+    return settings
 
 
 def _check_mailbox(mailbox: object) -> None:

@@ -20,7 +20,7 @@ from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Estimates, Ref, RoundRecord
 from gradientmail.run import Fragment, Run
 from gradientmail.sweeping import known_keys, sweep_thoroughly
-from gradientmail.watch import UNKNOWN, Watch
+from gradientmail.watch import Watch
 
 DECAY = 0.1
 
@@ -150,6 +150,8 @@ class Syncer:
             everyone = self._watch.live <= collector.reported
             now = self._clock.now()
             if not self._may_close(collector, everyone=everyone):
+                if everyone:
+                    self._watch.forget_others(number)
                 quorum_at, pause = None, self._watch.poll_interval
             elif quorum_at is None:
                 quorum_at = now
@@ -180,7 +182,7 @@ class Syncer:
         return may_close(len(collector.accepted), quorum_size, everyone=everyone)
 
     async def _look_around(self, collector: Collector) -> None:
-        """Before closing: what else is in the round, and has anybody joined who is waited for?"""
+        """Before closing: find what else is in the round, and who has joined and is waited for."""
         await self._watch.list_snapshots(collector.number)
         if len(collector.accepted) < self._run.algorithm.quorum_size:
             await self._watch.refresh_leases()
@@ -249,7 +251,7 @@ class Syncer:
         self._watch.seek("syncer, next round", None)
 
     def _estimates(self, closing: Closing) -> Estimates:
-        """Averages that go on from the record before; what its commit took only its closer knows."""
+        """Averages going on from the record before; what its commit took only its closer knows."""
         number = closing.collector.number
         old = self._watch.estimates
         last = self._committed

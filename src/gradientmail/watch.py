@@ -115,9 +115,14 @@ class Watch:
 
     def found_snapshot(self, number: int, learner: str, record: bytes) -> None:
         """Take in a snapshot record, this node's own included."""
-        if number >= self.next_round and learner not in self.snapshots.get(number, {}):
+        if number >= self.next_round and self.snapshots.get(number, {}).get(learner) != record:
             self.snapshots.setdefault(number, {})[learner] = record
             self.changed.set()
+
+    def forget_others(self, number: int) -> None:
+        """Ask again for the others' snapshots of this round: they may publish it again."""
+        mine = self.snapshots.get(number, {}).get(self._learner)
+        self.snapshots[number] = {} if mine is None else {self._learner: mine}
 
     # Reading the mailbox
 

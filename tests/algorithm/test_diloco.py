@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from gradientmail.algorithm.diloco import ByBytes, DiLoCo, Rda, Strided, WeightedMean
 
-DEFAULTS = {
+PLAIN: dict[str, Any] = {"sync_every": 100, "fragments": 8}
+DEFAULTS: dict[str, Any] = {
     "in_flight": 2,
     "overlap_steps": None,
     "mixing": 0.0,
@@ -26,9 +27,21 @@ DEFAULTS = {
     "flush_on_close": False,
 }
 
-NO_COUNTS = [0, -1, True, False, 1.0, 2.5, "3", math.nan, math.inf, [], 2**53 + 1]
-NO_FRACTIONS = [-0.1, True, False, "0.5", None, math.nan, math.inf, -math.inf, [], 10**400, 1j]
-BAD = {
+NO_COUNTS: list[Any] = [0, -1, True, False, 1.0, 2.5, "3", math.nan, math.inf, [], 2**53 + 1]
+NO_FRACTIONS: list[Any] = [
+    -0.1,
+    True,
+    False,
+    "0.5",
+    None,
+    math.nan,
+    math.inf,
+    -math.inf,
+    [],
+    10**400,
+    1j,
+]
+BAD: dict[str, list[Any]] = {
     "sync_every": [*NO_COUNTS, None],
     "fragments": [*NO_COUNTS, None, 101],
     "in_flight": [*NO_COUNTS, None, 9],
@@ -49,6 +62,11 @@ every_bad_value = pytest.mark.parametrize(
 )
 
 
+def build(**options: Any) -> DiLoCo:
+    """Options that the checker knows nothing about, over a plain run's."""
+    return DiLoCo(**{**PLAIN, **options})
+
+
 def test_defaults_and_order() -> None:
     algorithm = DiLoCo(100, 8)
     assert algorithm == DiLoCo(sync_every=100, fragments=8, **DEFAULTS)
@@ -63,7 +81,7 @@ def test_every_option_has_bad_values_here() -> None:
 @every_bad_value
 def test_bad_value_is_named(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name) as caught:
-        DiLoCo(**({"sync_every": 100, "fragments": 8} | {name: value}))
+        build(**{name: value})
     assert repr(value) in str(caught.value)
 
 
@@ -87,7 +105,7 @@ def test_bad_value_is_named(name: str, value: Any) -> None:
     ids=str,
 )
 def test_good_values(good: dict[str, Any]) -> None:
-    algorithm = DiLoCo(**({"sync_every": 100, "fragments": 8} | good))
+    algorithm = build(**good)
     assert {name: getattr(algorithm, name) for name in good} == good
 
 
@@ -151,7 +169,7 @@ def test_json_is_the_wire_format() -> None:
 
 
 def options() -> st.SearchStrategy[DiLoCo]:
-    def build(sync_every: int, cut: tuple[float, float], rest: dict[str, Any]) -> DiLoCo:
+    def cut_into(sync_every: int, cut: tuple[float, float], rest: dict[str, Any]) -> DiLoCo:
         fragments = 1 + int(cut[0] * (sync_every - 1))
         in_flight = 1 + int(cut[1] * (fragments - 1))
         return DiLoCo(sync_every, fragments, in_flight, **rest)
@@ -174,7 +192,7 @@ def options() -> st.SearchStrategy[DiLoCo]:
             "flush_on_close": st.booleans(),
         }
     )
-    return st.builds(build, st.integers(1, 2**40), st.tuples(share, share), rest)
+    return st.builds(cut_into, st.integers(1, 2**40), st.tuples(share, share), rest)
 
 
 @given(options())

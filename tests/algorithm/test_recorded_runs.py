@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from tests.algorithm.tensors import BACKEND, RecordedRun, blank, same_bytes, take
+from tests.backend.arrays import assert_near
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.merge import Fold, contribution_weight
@@ -35,7 +36,7 @@ def algorithm_of(name: str) -> DiLoCo:
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Within 1e-6 of the value, or of the least value that its tensor's rounding can tell."""
     scale = float(expected.abs().max())
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7 * scale)
+    assert_near(found, expected, rtol=1e-6, atol=1e-7 * scale)
 
 
 @functools.cache

@@ -116,6 +116,7 @@ def test_what_does_not_belong_is_no_object(tmp_path: Path) -> None:
     root = tmp_path / "root"
     mailbox = FilesystemMailbox(root)
     (root / ".DS_Store").write_bytes(b"")
+    (root / ".tmp/half-written").write_bytes(b"")
     (root / "link").symlink_to(outside / "secret")
     (root / "dangling").symlink_to("nowhere")
     (root / "folder").symlink_to(outside)
@@ -282,3 +283,7 @@ def test_every_name_is_flushed_before_the_put_returns(
     log.clear()
     run(fill(mailbox, ["a/b/two"]))
     assert log == ["fdatasync ", "link a/b/two", "fsync a/b"]
+    run(mailbox.delete(["a/b/one", "a/b/two"]))
+    log.clear()
+    run(fill(mailbox, ["a/b/one"]))
+    assert log[-3:] == ["fsync a/b", "fsync .", "fsync a"]

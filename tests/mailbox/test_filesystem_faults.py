@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gradientmail.errors import MailboxUnavailable
-from gradientmail.mailbox import FilesystemMailbox, filesystem, placing, staging
+from gradientmail.mailbox import FilesystemMailbox, placing, staging
 from gradientmail.mailbox.os_errors import ADVICE, CONFLICT, NAMING, UNAVAILABLE, translate
 from gradientmail.testing.mailbox_races import content
 
@@ -131,23 +131,66 @@ def test_link_that_landed_unheard_is_a_win(
     assert content(run(mailbox.get("key"))) == b"data"
 
 
+def test_rename_that_landed_unheard_is_a_win(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without hard links: the file is not there to be taken back, so it has its name."""
+    mailbox = FilesystemMailbox(tmp_path)
+    mailbox._links = False
+    real = os.rename
+
+    def rename(source: str, target: str) -> None:
+        real(source, target)
+        if target == str(tmp_path / "key"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(placing.os, "rename", rename)
+        assert run(mailbox.put_if_absent("key", b"data")) is True
+    assert content(run(mailbox.get("key"))) == b"data"
+
+
+def test_turn_that_nobody_ends_is_no_hindrance(tmp_path: Path) -> None:
+    """A writer elsewhere may die with its turn after an object came from another store."""
+    (tmp_path / "turn").mkdir()
+    for name in ("turn/elsewhere", "source", "target"):
+        (tmp_path / name).write_bytes(name.encode())
+    source, target, turn = (str(tmp_path / name) for name in ("source", "target", "turn"))
+    assert placing.rename_once(source, target, turn, os.mkdir) is False
+    assert (tmp_path / "target").read_bytes() == b"target"
+    assert sorted(os.listdir(tmp_path)) == ["target", "turn"]
+
+
 def test_names_that_nfs_remembers_as_missing_are_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that finds the file only once its folders have been opened."""
+    """A client to which everything is missing until the folders above have been opened anew."""
     mailbox = FilesystemMailbox(tmp_path)
-    run(mailbox.put_if_absent("a/b/key", b"data"))
     opened: list[str] = []
-    real = os.open
 
-    def stale_open(path: str, flags: int, *arguments: Any) -> int:
-        if path.endswith("key") and opened[-3:] != ["run", "run/a", "run/a/b"]:
-            raise FileNotFoundError(errno.ENOENT, "remembered", path)
-        opened.append("run" + path.removeprefix(str(tmp_path)))
-        return real(path, flags, *arguments)
+    def remembering(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
 
-    monkeypatch.setattr(filesystem.os, "open", stale_open)
+        def call(path: str, *arguments: Any, **options: Any) -> Any:
+            below = os.path.relpath(path, tmp_path)
+            hidden = below == "a/b/key" or (name == "scandir" and below == "a/b")
+            if hidden and opened[-3:] != [".", "a", "a/b"]:
+                raise FileNotFoundError(errno.ENOENT, "remembered", path)
+            if name == "open" and arguments[0] & os.O_DIRECTORY:
+                opened.append(below)
+            return real(path, *arguments, **options)
+
+        return call
+
+    run(mailbox.put_if_absent("a/b/key", b"data"))
+    for name in ("open", "scandir", "unlink"):
+        monkeypatch.setattr(os, name, remembering(name))
     assert content(run(mailbox.get("a/b/key"))) == b"data"
+    opened.clear()
+    assert run(mailbox.list("a/b/")) == ["a/b/key"]
+    opened.clear()
+    run(mailbox.delete(["a/b/key"]))
+    assert not (tmp_path / "a").exists()
 
 
 def assert_unavailable(mailbox: FilesystemMailbox) -> None:

@@ -124,7 +124,7 @@ def test_writers_killed_at_random_moments(tmp_path: Path, processes: Processes, 
 
 @pytest.mark.soak
 def test_many_writers_killed(tmp_path: Path, processes: Processes) -> None:
-    kill_writers(tmp_path, processes, "links", seed=12, kills=6)
+    kill_writers(tmp_path, processes, "links", seed=12, kills=5)
 
 
 @both_ways

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load
 
-from tests.node.worlds import Archive
+from gradientmail.testing.world import SimulatedNode
+from tests.node.worlds import Archive, model_of, values
 
 type Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -146,3 +147,21 @@ def leftovers(archive: Archive) -> list[str]:
         if gone:
             kept.append(key)
     return kept
+
+
+def committed_at(archive: Archive, last: int) -> Arrays:
+    """The parameters that the commits up to round ``last`` make, read from everything ever put."""
+    theta = dict(enumerate(manifest(archive)["init"]))
+    for record in records(archive)[: last + 1]:
+        theta[record["fragment"]] = record["theta"]
+    result: Arrays = {}
+    for ref in theta.values():
+        result.update(payload(archive, ref))
+    return result
+
+
+def check_settled(archive: Archive, node: SimulatedNode) -> None:
+    """A node that has closed holds exactly the commits that it has seen."""
+    committed = committed_at(archive, node.learner.rounds_seen)
+    for name, value in values(model_of(node)).items():
+        assert value.double().numpy().tolist() == committed[name].tolist(), name

@@ -1,13 +1,17 @@
 """Small worlds to test nodes in: a model, a store that remembers everything, nodes that can die."""
 
 import asyncio
+import hashlib
+import json
 from collections.abc import Awaitable, Buffer, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import Literal, override
+from typing import Any, Literal, override
 
+import numpy as np
 import torch
+from safetensors.numpy import save
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.events import Event
@@ -168,7 +172,7 @@ def happened[E: Event](node: SimulatedNode, kind: type[E]) -> list[E]:
 class MortalMailbox(WrappedMailbox):
     """A node's connection that tells when the node dies: before or after its n-th call acts.
 
-    From then on no call of the node acts or returns, which is what the others see of SIGKILL.
+    Looking for an object again is not counted: polls are all alike. From the n-th call on no call of the node acts or returns, which is what the others see of SIGKILL.
     """
 
     def __init__(self, inner: Mailbox, at: int, strike: Literal["before", "after"]) -> None:
@@ -179,11 +183,14 @@ class MortalMailbox(WrappedMailbox):
         self.last = ""
         """The call at which the node died."""
         self.dead = asyncio.Event()
+        self._looked: set[str] = set()
 
     @override
     async def around[T](self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
-        self.count += 1
-        if self.count == self.at:
+        again = call.operation == "get" and call.key in self._looked
+        self._looked.add(call.key)
+        self.count += not again
+        if self.count == self.at and not self.last:
             self.last = f"{call.operation} {call.key}"
             if self.strike == "after":
                 await act()
@@ -232,3 +239,53 @@ async def train_until(node: SimulatedNode, enough: Callable[[], bool], limit: in
 def shuffled(seed: int) -> Random:
     """A random number generator for a schedule of the test's own."""
     return Random(f"schedule {seed}")
+
+
+def delta_payload(archive: Archive, fragment: int, scale: float = 0.01) -> bytes:
+    """A delta of an F32 run's fragment, every element ``scale``."""
+    manifest = json.loads(archive.ever["manifest.json"][0])
+    shapes = {row["name"]: row["shape"] for row in manifest["schema"]}
+    names = manifest["plan"][fragment]
+    return save({name: np.full(shapes[name], scale, np.float32) for name in names})
+
+
+def snapshot_record(
+    archive: Archive, number: int, learner: str, payload: bytes, **changes: object
+) -> dict[str, Any]:
+    """A snapshot record as a learner of the run would write it, with ``changes``."""
+    manifest = json.loads(archive.ever["manifest.json"][0])
+    rows = [[row["name"], row["dtype"], row["shape"]] for row in manifest["schema"]]
+    digest = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+    sha256 = hashlib.sha256(payload).hexdigest()
+    key = f"blobs/snapshots/{number:010d}/{learner}/{sha256}.safetensors"
+    return {
+        "learner": learner,
+        "round": number,
+        "local_step": 3,
+        "steps": 3,
+        "tokens": 24,
+        "base_version": number // len(manifest["plan"]),
+        "rounds_seen": number - 1,
+        "step_seconds": 1.0,
+        "schema_digest": digest,
+        "final": False,
+        "payload": {"key": key, "sha256": sha256, "size": len(payload)},
+        **changes,
+    }
+
+
+def plant_snapshot(
+    archive: Archive,
+    number: int,
+    learner: str,
+    payload: bytes,
+    *,
+    stored: bytes | None = b"",
+    **changes: object,
+) -> None:
+    """Put a snapshot there; ``stored`` is what really lies under the payload's key, if not it."""
+    record = snapshot_record(archive, number, learner, payload, **changes)
+    if stored is not None:
+        archive.plant(record["payload"]["key"], stored or payload)
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"))
+    archive.plant(f"snapshots/{number:010d}/{learner}.json", text.encode())

@@ -35,7 +35,7 @@ NOISE = 2.0**-23
 WEIGHTS = (1e-100, 1e100)
 """The least and the largest weight; ``tokens² / steps`` of 64-bit counts lies well within."""
 
-CANCELLING = 0.1
+CANCELLING = 0.5
 """Below this share of the largest possible ``‖S‖`` its square is not taken from a dot product."""
 
 

@@ -162,7 +162,7 @@ class Exchange:
         return await self.mailbox.put_if_absent(key, record.to_bytes())
 
     async def snapshots(self) -> list[tuple[int, str]]:
-        """Round and learner of every snapshot record there is: of the open rounds, and late ones."""
+        """Round and learner of every snapshot record: of the open rounds, and late ones."""
         keys = await self.mailbox.list(layout.SNAPSHOTS)
         parsed = (layout.parse_snapshot_key(key) for key in keys)
         return [found for found in parsed if found is not None]

@@ -8,6 +8,7 @@ body carries a token drawn at random by the process; a process that finds a beat
 is newer than its own, or its own next beat taken by another token, has been replaced.
 """
 
+import asyncio
 from collections.abc import Iterable
 
 from gradientmail.errors import ProtocolError
@@ -24,6 +25,8 @@ class Lease:
         self._mailbox = mailbox
         self._learner = learner
         self._token = token
+        self._turn = asyncio.Lock()
+        self._released = False
         self.beat = 0
 
     async def acquire(self) -> None:
@@ -40,6 +43,10 @@ class Lease:
 
     async def renew(self) -> bool:
         """Write the next beat and delete the older ones; False when another process has the id."""
+        async with self._turn:
+            return self._released or await self._renew()
+
+    async def _renew(self) -> bool:
         if not await self._put(self.beat + 1):
             return False
         # The listing comes after the put: a newer process that had already gone past this number
@@ -53,8 +60,13 @@ class Lease:
         return True
 
     async def release(self) -> None:
-        """Delete this process's beats; those of a newer process with the same id stay."""
-        await self._remove(number for number in await self._numbers() if number <= self.beat)
+        """Delete this process's beats; those of a newer process with the same id stay.
+
+        Let a renewal that is under way end first: a beat that lands after the listing would stay.
+        """
+        async with self._turn:
+            self._released = True
+            await self._remove(number for number in await self._numbers() if number <= self.beat)
 
     async def _numbers(self) -> list[int]:
         keys = await self._mailbox.list(layout.beats_prefix(self._learner))

@@ -152,15 +152,19 @@ class FilesystemMailbox:
         return created
 
     def _exists(self, path: str) -> bool:
-        """Whether ``path`` is an object. A left-over empty folder with its name is removed."""
-        try:
-            mode = os.lstat(path).st_mode
-        except FileNotFoundError:
-            return False
-        if stat.S_ISREG(mode):
-            return True
-        with suppress(OSError):
-            os.rmdir(path)
+        """Whether ``path`` is an object. A left-over empty folder with its name is removed.
+
+        It is opened because an NFS client may answer from memory when only asked for its status.
+        """
+        descriptor = _open_to_read(path)
+        if descriptor is not None:
+            try:
+                if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    return True
+            finally:
+                os.close(descriptor)
+            with suppress(OSError):
+                os.rmdir(path)
         _refuse_folder(path)
         return False
 
@@ -201,7 +205,9 @@ class FilesystemMailbox:
         if base and not is_key(base[:-1]):
             return ()
         with translated("listing", os.path.join(self.path, prefix)):
-            self._check_folders(os.path.join(self.path, base))
+            folder = os.path.join(self.path, base)
+            self._check_folders(folder)
+            self._look_again(folder)
             keys = list_keys(self.path, prefix, after)
             if not keys:
                 self._check_root()
@@ -209,12 +215,14 @@ class FilesystemMailbox:
 
     def _delete(self, keys: Sequence[str]) -> None:
         paths = [self._path(key) for key in keys]
-        missing = False
         with translated("deleting in", self.path):
             for folder in {os.path.dirname(path) for path in paths}:
                 self._check_folders(os.path.join(folder, ""))
-            for path in paths:
-                missing = not _remove(path) or missing
+            missing = [path for path in paths if not _remove(path)]
+            for folder in {os.path.dirname(path) for path in missing}:
+                self._look_again(os.path.join(folder, ""))
+            for path in missing:
+                _remove(path)
             for folder in {os.path.dirname(path) for path in paths}:
                 self._prune(folder)
             if missing:
@@ -341,10 +349,7 @@ def _remove(path: str) -> bool:
         os.unlink(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except (
-        IsADirectoryError,
-        PermissionError,
-    ):  # Linux says the first of a folder, macOS the other
+    except (IsADirectoryError, PermissionError):  # the first on Linux, the other on macOS
         if os.path.isdir(path) and not os.path.islink(path):
             return False
         raise

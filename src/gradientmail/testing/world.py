@@ -61,7 +61,7 @@ class SimulatedNode:
             self.settings,
             self.handoff,
             clock=self.clock,
-            random=Random(self.seed),  # noqa: S311 - a simulation
+            random=Random(self.seed),
             offload=inline,
             take=pool.take,
             announce=self.events.append,
@@ -77,8 +77,7 @@ class SimulatedNode:
         run, versions = await self.node.enter(manifest, schema, self.algorithm, backend)
         for version in versions:
             parameters.apply(parameters.stage(version.arrays))
-        assert self.node.watch is not None
-        seen = self.node.watch.next_round - 1
+        seen = self.node.rounds_seen
         courier = self.node.start(
             run, versions, parameters=parameters, backend=backend, merging=backend
         )

@@ -1,0 +1,81 @@
+"""Payloads: sealing, opening, codecs and the folder, each beside its bare floor.
+
+``uv run benchmarks/payload.py [--json] [--mb 64]``
+"""
+
+import argparse
+import asyncio
+import tempfile
+
+import torch
+from measure import Floor, median_seconds, show
+
+import gradientmail as gm
+from gradientmail.backend.torch import TorchBackend
+from gradientmail.buffers import BufferPool
+from gradientmail.exchange import compression
+from gradientmail.exchange.payload import PayloadLayout, sha256_hex
+from gradientmail.schema import TensorSpec
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--mb", type=int, default=64)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    nbytes = args.mb * 10**6
+    floor, pool, backend = Floor(nbytes), BufferPool(), TorchBackend()
+    layout = PayloadLayout([TensorSpec("w", "F32", (nbytes // 4,))])
+    buffer = layout.blank(pool.take)
+    slot = layout.slots["w"]
+    array = backend.array(buffer[slot.start : slot.stop], "F32", (nbytes // 4,)).normal_()
+    rows: list[dict[str, object]] = []
+
+    def row(case: str, seconds: float, bare: float, limit: str) -> None:
+        rows.append(
+            {
+                "case": case,
+                "ms": round(seconds * 1e3, 1),
+                "floor_ms": round(bare * 1e3, 1),
+                "ratio": round(seconds / bare, 2),
+                "floor": limit,
+            }
+        )
+
+    row("hash", median_seconds(lambda: sha256_hex(buffer)), floor.hash, "sha256")
+    with tempfile.TemporaryDirectory() as folder:
+        mailbox, keys = gm.FilesystemMailbox(folder), iter(range(1000))
+        run = asyncio.Runner()
+
+        def put() -> None:
+            key = f"blob/{next(keys)}"
+            run.run(mailbox.put_if_absent(key, buffer))
+            run.run(mailbox.delete([key]))
+
+        row("folder put", median_seconds(put), floor.write, "write a file")
+        run.run(mailbox.put_if_absent("kept", buffer))
+        get = median_seconds(lambda: run.run(mailbox.get("kept")))
+        row("folder get", get, floor.read, "read it")
+        run.close()
+    for dtype, packed, scales in (("F8_E4M3", nbytes // 4, 4), ("F4", nbytes // 8, nbytes // 128)):
+        shape = (nbytes // 4,)
+        data = backend.array(pool.take(packed), dtype, shape)
+        kind, count = ("F32", ()) if dtype == "F8_E4M3" else ("F8_E8M0", (scales,))
+        scale = backend.array(pool.take(scales), kind, count)
+        encode = median_seconds(lambda d=data, s=scale, t=dtype: backend.encode(array, t, d, s))
+        row(f"encode {dtype}", encode, floor.copy, "copy of the fp32 tensor")
+        out = backend.array(pool.take(nbytes), "F32", shape)
+        decode = median_seconds(lambda d=data, s=scale, t=dtype, o=out: backend.decode(d, t, s, o))
+        row(f"decode {dtype}", decode, floor.copy, "copy of the fp32 tensor")
+    shuffled = compression.compress(layout, buffer, pool.take)
+    pack = median_seconds(lambda: compression.compress(layout, buffer, pool.take), repeats=3)
+    row("zstd, shuffle included", pack, floor.hash, "sha256 (for scale)")
+    unpack = median_seconds(lambda: compression.decompress(layout, shuffled, pool.take), repeats=3)
+    row("unzstd, unshuffle included", unpack, floor.hash, "sha256 (for scale)")
+    show("payload", rows, as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()
