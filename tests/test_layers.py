@@ -18,7 +18,7 @@ LAYERS = {
     **dict.fromkeys(("mailbox", "backend"), 1),
     **dict.fromkeys(("exchange", "algorithm"), 2),
     **dict.fromkeys(("handoff", "run", "progress", "loop_thread"), 3),
-    "watch": 4,
+    **dict.fromkeys(("watch", "deltas"), 4),
     **dict.fromkeys(("joining", "election", "collecting", "sweeping"), 5),
     "committing": 6,
     **dict.fromkeys(("learner", "courier", "syncer"), 7),

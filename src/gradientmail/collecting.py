@@ -131,7 +131,7 @@ class Collector:
             self.fragment.specs,
             self._exchange.take,
         )
-        return self.fold.add(arrays, weight)
+        return self.fold.add(arrays, weight, payload.squares)
 
     def _reject(self, learner: str, reason: str, detail: str) -> None:
         self.rejected[learner] = reason

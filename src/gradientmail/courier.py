@@ -1,14 +1,13 @@
 """The loop half of the learner: publishes its snapshots and brings commits."""
 
 import asyncio
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from time import perf_counter
 
 from gradientmail.algorithm.outer import apply_update
-from gradientmail.algorithm.precision import QUANTIZED, encode_difference
-from gradientmail.backend.base import Array, Backend, Parameters
+from gradientmail.backend.base import Backend, Parameters
 from gradientmail.clock import Clock, Offload
+from gradientmail.deltas import Delta, make_delta
 from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.events import Event, SnapshotPublished, TaskFailed
 from gradientmail.exchange import layout
@@ -16,7 +15,7 @@ from gradientmail.exchange.exchange import Exchange, Payload, Sealed
 from gradientmail.exchange.payload import sha256_hex
 from gradientmail.exchange.records import RoundRecord, SnapshotRecord, Update
 from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
-from gradientmail.run import Fragment, Run, arrays_over, flat_arrays, payload_arrays
+from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
 from gradientmail.watch import Signal, Watch
 
 PAGE = 4096
@@ -104,23 +103,26 @@ class Courier:
 
     async def _publish(self, outgoing: Outgoing) -> None:
         """Upload one snapshot; repeated until done, or its round is committed without it."""
-        sealed: tuple[Sealed, tuple[str, ...]] | None = None
+        sealed: tuple[Sealed, Delta] | None = None
         while self._watch.next_round <= outgoing.round:
             try:
                 if sealed is None:
                     sealed = await self._offload(self._seal_delta, outgoing)
-                    if sealed[1] and self._handoff.repair is None:
-                        self._handoff.repair = (outgoing.round, sealed[1])
+                    bad = sealed[1].not_finite
+                    if bad and self._handoff.repair is None:
+                        self._handoff.repair = (outgoing.round, bad)
                         self._handoff.tell()
-                await self._upload(outgoing, sealed[0], healthy=not sealed[1])
+                await self._upload(outgoing, *sealed)
             except Exception as error:
                 self._announce(TaskFailed(task="publish", error=repr(error), round=outgoing.round))
                 await self._clock.sleep(self._watch.poll_interval)
             else:
                 return
 
-    async def _upload(self, outgoing: Outgoing, sealed: Sealed, *, healthy: bool) -> None:
+    async def _upload(self, outgoing: Outgoing, sealed: Sealed, delta: Delta) -> None:
+        healthy = not delta.not_finite
         payload = await self._exchange.store(sealed)
+        payload.squares = delta.squares
         if self._watch.next_round > outgoing.round:  # closed meanwhile; nobody will look for it
             await self._exchange.delete((payload.ref.key,))
             return
@@ -170,70 +172,17 @@ class Courier:
             return False
         return record.steps > 0 and record.tokens > 0 and record.schema_digest == self._run.digest
 
-    def _seal_delta(self, outgoing: Outgoing) -> tuple[Sealed, tuple[str, ...]]:
-        """``anchor − θ``, encoded, hashed. Off the loop.
-
-        Also the names of the tensors that are not finite; then the delta is zero.
-        """
+    def _seal_delta(self, outgoing: Outgoing) -> tuple[Sealed, Delta]:
+        """Compute the delta and hash it. Off the loop."""
         outgoing.ready()
         fragment = self._run.fragments[outgoing.fragment]
-        dtype = self._run.algorithm.delta_dtype
-        if dtype is None:
-            buffer, bad = outgoing.blank.buffer, self._subtract_in_place(fragment, outgoing)
-        else:
-            buffer, bad = self._encode_delta(fragment, outgoing, dtype)
+        dtype, take = self._run.algorithm.delta_dtype, self._exchange.take
+        delta = make_delta(self._backend, fragment, outgoing, dtype, take)
 
         def key_of(digest: str, extension: str) -> str:
             return layout.snapshot_blob_key(outgoing.round, self._learner, digest, extension)
 
-        return self._exchange.seal(buffer, fragment.delta, key_of), bad
-
-    def _subtract_in_place(self, fragment: Fragment, outgoing: Outgoing) -> tuple[str, ...]:
-        """Turn the copy of the parameters into the delta where it lies."""
-        anchor, blank = outgoing.anchor, outgoing.blank
-        if anchor.payload.slots == fragment.theta.slots:
-            left = flat_arrays(self._backend, anchor.payload.buffer, fragment.spans)
-            right = flat_arrays(self._backend, blank.buffer, fragment.spans)
-        else:
-            left = [anchor.arrays[name] for name in blank.arrays]
-            right = list(blank.arrays.values())
-        for base, delta in zip(left, right, strict=True):
-            self._backend.subtract(base, delta, delta)
-        if all(math.isfinite(self._backend.sum_of_squares(delta)) for delta in right):
-            return ()
-        bad = self._not_finite(blank.arrays)
-        for base, delta in zip(left, right, strict=True):
-            self._backend.subtract(base, base, delta)
-        return bad
-
-    def _encode_delta(
-        self, fragment: Fragment, outgoing: Outgoing, dtype: str
-    ) -> tuple[memoryview, tuple[str, ...]]:
-        """The delta at the run's precision, into a payload of its own."""
-        buffer = fragment.delta.blank(self._exchange.take)
-        encoded = arrays_over(self._backend, buffer, fragment.delta)
-        anchor = outgoing.anchor.arrays
-
-        def encode(arrays: Mapping[str, Array]) -> None:
-            encode_difference(
-                self._backend, anchor, arrays, fragment.specs, dtype, encoded, self._exchange.take
-            )
-
-        bad = self._not_finite(outgoing.blank.arrays)
-        if not bad:
-            encode(outgoing.blank.arrays)
-            if dtype not in QUANTIZED:  # a difference may be too large for F16
-                bad = self._not_finite(encoded)
-        if bad:
-            encode(anchor)
-        return buffer, bad
-
-    def _not_finite(self, arrays: Mapping[str, Array]) -> tuple[str, ...]:
-        return tuple(
-            name
-            for name, array in arrays.items()
-            if not math.isfinite(self._backend.sum_of_squares(array))
-        )
+        return self._exchange.seal(delta.buffer, fragment.delta, key_of), delta
 
     async def _prepare_blank(self) -> None:
         """Have a warm buffer ready for the next snapshot, so that ``step`` only copies."""

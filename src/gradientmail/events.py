@@ -83,8 +83,8 @@ class ParametersNotFinite(Event):
     def __str__(self) -> str:
         shown = ", ".join(self.tensors[:5]) + (", …" if len(self.tensors) > 5 else "")
         return (
-            f"round {self.round}: {len(self.tensors)} tensors are not finite ({shown}); no delta of "
-            "them was published and they were put back to the last committed values; optimizer "
+            f"round {self.round}: {len(self.tensors)} tensors are not finite ({shown}); no delta "
+            "of them was published and they were put back to the last committed values; optimizer "
             "state may hold NaN too and need a reset"
         )
 

@@ -44,11 +44,18 @@ class DaemonExecutor(ThreadPoolExecutor):
         self._calls.put(call)
         with self._lock:
             if not self._free.acquire(blocking=False) and self._started < self._limit:
-                self._started += 1
-                threading.Thread(
-                    target=self._work, name=f"{self._name}-{self._started}", daemon=True
-                ).start()
+                self._start_thread()
         return future
+
+    def _start_thread(self) -> None:
+        name = f"{self._name}-{self._started + 1}"
+        try:
+            threading.Thread(target=self._work, name=name, daemon=True).start()
+        except RuntimeError:  # when the interpreter exits; the threads there are serve the call
+            if not self._started:
+                raise
+        else:
+            self._started += 1
 
     @override
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -84,7 +91,10 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
 
     async def offload[**P, T](
         self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
@@ -115,16 +125,17 @@ class LoopThread:
         self._thread.join(patience)
         self._compute.shutdown()
         self._blocking.shutdown()
-        if not self._thread.is_alive():
-            self.loop.close()
 
     def _cancel_all(self) -> None:
         tasks = asyncio.all_tasks(self.loop)
-        for task in tasks:
-            task.cancel()
 
         async def end() -> None:
-            await asyncio.gather(*tasks, return_exceptions=True)
+            pending = tasks
+            for _ in range(10):  # a store may swallow a cancellation, and its caller would go on
+                for task in pending:
+                    task.cancel()
+                if pending:
+                    _, pending = await asyncio.wait(pending, timeout=0.1)
             self.loop.stop()
 
         self._ending = self.loop.create_task(end())

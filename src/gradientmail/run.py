@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.precision import delta_specs, outer_specs, update_specs
@@ -12,7 +11,7 @@ from gradientmail.errors import ProtocolError, RunConfigMismatch, SchemaMismatch
 from gradientmail.exchange.exchange import Payload
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Manifest
-from gradientmail.schema import BITS, Schema, TensorSpec, schema_differences, schema_digest
+from gradientmail.schema import Schema, TensorSpec, schema_differences, schema_digest
 
 
 @dataclass(frozen=True)
@@ -25,20 +24,6 @@ class Fragment:
     delta: PayloadLayout
     outer: PayloadLayout
     update: PayloadLayout | None
-
-    @cached_property
-    def spans(self) -> tuple[tuple[str, int, int], ...]:
-        """Neighbouring tensors of one dtype in theta, taken together: dtype, start, stop.
-
-        One call then serves hundreds of small tensors.
-        """
-        spans: list[tuple[str, int, int]] = []
-        for slot in self.theta.slots.values():
-            if spans and spans[-1][0] == slot.dtype and spans[-1][2] == slot.start:
-                spans[-1] = (slot.dtype, spans[-1][1], slot.stop)
-            else:
-                spans.append((slot.dtype, slot.start, slot.stop))
-        return tuple(spans)
 
 
 def fragment_of(index: int, specs: Sequence[TensorSpec], algorithm: DiLoCo) -> Fragment:
@@ -129,13 +114,3 @@ def payload_arrays(backend: Backend, payload: Payload) -> dict[str, Array]:
         name: backend.array(payload.data(name), slot.dtype, slot.shape)
         for name, slot in payload.slots.items()
     }
-
-
-def flat_arrays(
-    backend: Backend, buffer: memoryview, spans: Sequence[tuple[str, int, int]]
-) -> list[Array]:
-    """One flat array a span."""
-    return [
-        backend.array(buffer[start:stop], dtype, ((stop - start) * 8 // BITS[dtype],))
-        for dtype, start, stop in spans
-    ]

@@ -117,7 +117,7 @@ class Session:
         schema, call = self._parameters.schema, self._thread.call
         fragments = planned(schema, self._algorithm)
         largest = max(fragment.theta.nbytes for fragment in fragments)
-        self._pool.idle_limit = max(2 * largest, 2**24)
+        self._pool.idle_limit = max(4 * largest, 2**24)
         manifest = call(self._node.find(largest)) or self._create()
         run, versions = call(self._node.enter(manifest, schema, self._algorithm, self._backend))
         for version in versions:
@@ -367,5 +367,6 @@ def _settings(
 def _check_mailbox(mailbox: object) -> None:
     if not isinstance(mailbox, Mailbox):
         raise TypeError(
-            f"mailbox must have put_if_absent, get, list and delete; {type(mailbox).__name__} has not"
+            "mailbox must have put_if_absent, get, list and delete, which "
+            f"{type(mailbox).__name__} has not"
         )

@@ -131,6 +131,16 @@ def test_the_largest_values_do_not_overflow(
     assert_near(found["x"], torch.full((40,), largest), rtol=2e-6, atol=0.0)
 
 
+def test_the_largest_values_do_not_overflow_in_the_sums_either() -> None:
+    """Weights that sum to just under a power of two, where rounding could lift a sum over it."""
+    largest = torch.finfo(torch.float32).max
+    for seed in range(30):
+        drawn = torch.rand(7, generator=torch.Generator().manual_seed(seed)).double() + 0.1
+        weights = (drawn / drawn.sum() * (1.0 - 1e-12)).tolist()
+        _, found = folded(WeightedMean(), [{"x": torch.full((3,), largest)}] * 7, weights)
+        assert_near(found["x"], torch.full((3,), largest), rtol=2e-6, atol=0.0)
+
+
 @every_merge
 @pytest.mark.parametrize("weight", [1e-30, 1.0, 3e7, 1e30])
 @counts

@@ -84,8 +84,10 @@ def test_sums_neither_overflow_nor_underflow(backend: Backend, count: int, scale
     placed = put(backend, x)
     expected = float((x.double() ** 2).sum())
     assert expected > 0.0
-    assert backend.sum_of_squares(placed.array) == pytest.approx(expected, rel=1e-7)
-    assert backend.dot(placed.array, put(backend, -x).array) == pytest.approx(-expected, rel=1e-7)
+    assert backend.sum_of_squares(placed.array) == pytest.approx(expected, rel=1e-7, abs=0.0)
+    assert backend.dot(placed.array, put(backend, -x).array) == pytest.approx(
+        -expected, rel=1e-7, abs=0.0
+    )
 
 
 @every_backend
@@ -97,7 +99,9 @@ def test_one_large_value_among_small_ones_is_not_lost(backend: Backend, count: i
     assert backend.sum_of_squares(placed.array) == pytest.approx(float(x[1234].double()) ** 2)
     y = torch.full((count,), 1e-30)
     expected = float((x.double() * y.double()).sum())
-    assert backend.dot(placed.array, put(backend, y).array) == pytest.approx(expected, rel=1e-7)
+    assert backend.dot(placed.array, put(backend, y).array) == pytest.approx(
+        expected, rel=1e-7, abs=0.0
+    )
 
 
 @every_backend

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from torch import nn
 
 from gradientmail.backend import backend_for
@@ -25,6 +26,27 @@ def test_anything_else_is_a_type_error_that_says_what_is_accepted(thing: object)
     with pytest.raises(TypeError, match=r"torch\.nn\.Module, not a .*") as caught:
         backend_for(thing)
     assert type(thing).__qualname__ in str(caught.value)
+
+
+def test_pinned_memory_lives_as_long_as_its_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a model on CUDA; here the memory is ordinary, and all else the same."""
+    backend = TorchBackend()
+    asked: list[tuple[int, bool]] = []
+    backend._pinned = True
+    empty = torch.empty
+
+    def pinned(size: int, *, pin_memory: bool, dtype: torch.dtype, device: str) -> torch.Tensor:
+        asked.append((size, pin_memory))
+        return empty(size, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    views = [backend.allocate(5_000_000)[10:30] for _ in range(4)]
+    for index, view in enumerate(views):
+        view[:] = bytes([index]) * 20
+    assert [bytes(view) for view in views] == [bytes([index]) * 20 for index in range(4)]
+    assert (views[0].format, views[0].readonly) == ("B", False)
+    assert asked == [(5_000_000, True)] * 4
+    assert backend.allocate(0).nbytes == 1
 
 
 def run_python(code: str) -> str:

@@ -278,7 +278,9 @@ def test_clocks_that_run_at_different_rates_do_no_harm(rates: tuple[float, float
         await train_together(nodes, 30)
         found = check_history(world.archive)
         assert len(found) >= 9
-        assert [e for node in nodes for e in happened(node, TookOver) if e.reason == "silence"] == []
+        assert [
+            e for node in nodes for e in happened(node, TookOver) if e.reason == "silence"
+        ] == []
         check_settled(world.archive, nodes[0])
         check_settled(world.archive, nodes[1])
 

@@ -351,4 +351,3 @@ def test_bad_claims_and_beats_do_not_stop_a_node() -> None:
         assert len(check_history(world.archive)) >= 8
 
     run_virtual(main, limit_seconds=500)
-

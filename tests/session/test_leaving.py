@@ -1,6 +1,7 @@
 """How a session ends: cleanly, by an exception, with a store that hangs, with the interpreter."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 import textwrap
@@ -55,6 +56,13 @@ class Hanging(WrappedMailbox):
                 case "blocks the loop":
                     self.release.wait(20)
         return await act()
+
+
+def interrupt_soon() -> None:
+    """Ctrl-C in a moment."""
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
 
 
 def keys(box: gm.MemoryMailbox, prefix: str = "") -> list[str]:
@@ -179,9 +187,7 @@ def test_ctrl_c(where: str) -> None:
             for step in range(12):
                 train_step(model, optimizer, step)
                 session.step(samples=6)
-            import _thread
-
-            threading.Timer(0.3, _thread.interrupt_main).start()
+            interrupt_soon()
             if where == "body":
                 time.sleep(20)
         raise AssertionError("close returned though its rounds did not commit")
@@ -192,9 +198,7 @@ def test_ctrl_c(where: str) -> None:
 def test_ctrl_c_while_joining_leaves_no_thread() -> None:
     box = Hanging(gm.MemoryMailbox(), "awaits")
     box.hang = True
-    import _thread
-
-    threading.Timer(0.3, _thread.interrupt_main).start()
+    interrupt_soon()
     with no_threads_left(), pytest.raises(KeyboardInterrupt):
         gm.Session(net(), algorithm=ALGORITHM, mailbox=box, **QUICK)
 
@@ -355,4 +359,6 @@ def test_events_are_logged_by_default(caplog: pytest.LogCaptureFixture) -> None:
     said = [record.getMessage() for record in caplog.records]
     assert "me joined before the first round" in said
     assert any(line.startswith("created the run: 67 parameters in 2 fragments") for line in said)
-    assert any(line.startswith("round 0: committed version 1 of fragment 0 from me") for line in said)
+    assert any(
+        line.startswith("round 0: committed version 1 of fragment 0 from me") for line in said
+    )

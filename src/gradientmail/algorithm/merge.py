@@ -90,10 +90,16 @@ class Fold:
         self._sums: _Sums | None = None
         self.count = 0
 
-    def add(self, arrays: Mapping[str, Array], weight: float) -> bool:
+    def add(
+        self,
+        arrays: Mapping[str, Array],
+        weight: float,
+        squares: Mapping[str, float] | None = None,
+    ) -> bool:
         """Fold in one contribution: F32, F16 or BF16 arrays by name, and its weight.
 
         The arrays of the first two are held and only read; later ones are free afterwards.
+        ``squares`` are the sums of squares by name, from whoever has computed them already.
         False, changing nothing, when a value is NaN or infinite. ``ValueError`` for a weight
         out of ``WEIGHTS``.
         """
@@ -102,21 +108,35 @@ class Fold:
                 f"a contribution's weight must be positive, {WEIGHTS[0]:g} to {WEIGHTS[1]:g}, "
                 f"not {weight!r}"
             )
-        squares = {
-            spec.name: self._backend.sum_of_squares(arrays[spec.name]) for spec in self._specs
-        }
+        dots: dict[str, float] = {}
+        if squares is None:
+            squares, dots = self._measure(arrays)
         if not all(map(math.isfinite, squares.values())):
             return False
         new = _Contribution(arrays, weight, {name: math.sqrt(s) for name, s in squares.items()})
         if self.count == 1:
             first = self._kept[0].arrays
-            self._dots = {name: self._backend.dot(first[name], arrays[name]) for name in squares}
+            self._dots = dots or {
+                name: self._backend.dot(first[name], arrays[name]) for name in squares
+            }
         if self.count < 2:
             self._kept.append(new)
         else:
             self._sum_up(new)
         self.count += 1
         return True
+
+    def _measure(self, arrays: Mapping[str, Array]) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums of squares, and the dot products that only the second contribution needs."""
+        names = [spec.name for spec in self._specs]
+        if self.count != 1:
+            return {name: self._backend.sum_of_squares(arrays[name]) for name in names}, {}
+        first = self._kept[0].arrays
+        both = {name: self._backend.dot_squares(first[name], arrays[name]) for name in names}
+        return (
+            {name: square for name, (_, square) in both.items()},
+            {name: dot for name, (dot, _) in both.items()},
+        )
 
     def merged(self) -> Merged:
         """The merge of what was added so far; ``ValueError`` when that is nothing."""

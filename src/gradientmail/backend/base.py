@@ -10,6 +10,7 @@ the calling thread alone: the exchange leaves the other cores to the training. S
 Equal inputs give equal bytes.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -99,6 +100,19 @@ class Backend(ABC):
     @abstractmethod
     def dot(self, x: Array, y: Array) -> float:
         """``Σ x·y`` in float64 of two F32, F16 or BF16 arrays with finite elements."""
+
+    def subtract_squares(self, left: Array, right: Array, out: Array) -> float:
+        """``subtract``, and ``sum_of_squares`` of what it wrote; possibly in one pass."""
+        self.subtract(left, right, out)
+        return self.sum_of_squares(out)
+
+    def dot_squares(self, x: Array, y: Array) -> tuple[float, float]:
+        """``dot`` of both and ``sum_of_squares`` of ``y``; a backend may do it in one pass.
+
+        ``x`` is finite. When ``y`` is not, nor is the second, and the first means nothing.
+        """
+        squares = self.sum_of_squares(y)
+        return (self.dot(x, y) if math.isfinite(squares) else math.nan), squares
 
     @abstractmethod
     def accumulate(self, out: Array, x: Array, *, keep: float, scale: float) -> None:

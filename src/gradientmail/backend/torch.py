@@ -110,6 +110,33 @@ class TorchBackend(Backend):
         total = _row_sums(x, y) if x.numel() >= ROWS_FROM else math.nan
         return total if _trustworthy(total, x.numel()) else _exact_dot(x, y)
 
+    def subtract_squares(self, left: Tensor, right: Tensor, out: Tensor) -> float:
+        """``subtract`` and ``sum_of_squares`` of the result, piece by piece in the cache."""
+        if out.numel() < ROWS_FROM:
+            return super().subtract_squares(left, right, out)
+        first, sums = _scratch(out), _RowSums(out)
+        for x, y, o in _chunks(left, right, out):
+            _elementwise(torch.sub, x, y, o)
+            piece = _fp32(o, first)
+            sums.add(piece, piece)
+        total = sums.total()
+        return total if _trustworthy(total, out.numel()) else _exact_dot(out, out)
+
+    def dot_squares(self, x: Tensor, y: Tensor) -> tuple[float, float]:
+        """``dot`` and ``sum_of_squares`` of ``y``, which is read once."""
+        if y.numel() < ROWS_FROM:
+            return super().dot_squares(x, y)
+        first, second = _scratch(x), _scratch(y)
+        dots, squares = _RowSums(x), _RowSums(y)
+        for a, b in _chunks(x, y):
+            piece = _fp32(b, second)
+            squares.add(piece, piece)
+            dots.add(_fp32(a, first), piece)
+        total, square = dots.total(), squares.total()
+        if not (_trustworthy(total, y.numel()) and _trustworthy(square, y.numel())):
+            return super().dot_squares(x, y)
+        return total, square
+
     def accumulate(self, out: Tensor, x: Tensor, *, keep: float, scale: float) -> None:
         """``out = keep·out + scale·x``, each product rounded to fp32 before the sum."""
         keeps, scales = _factors(keep), _factors(scale)
@@ -248,18 +275,41 @@ def _trustworthy(total: float, count: int) -> bool:
     return math.isfinite(total) and abs(total) > 1e-28 * count
 
 
+class _RowSums:
+    """``Σ x·y`` over pieces of large tensors: each row in fp32, their sum in float64."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._product = _scratch(like)
+        self._rows = torch.empty(like.numel() // ROW, dtype=torch.float32, device="cpu")
+        self._filled = 0
+        self._tail = 0.0
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Take in the next piece of both, F32."""
+        count = x.numel() // ROW
+        whole = count * ROW
+        if whole:
+            product = torch.mul(x[:whole], y[:whole], out=self._product[:whole])
+            rows = self._rows[self._filled : self._filled + count]
+            torch.sum(product.view(-1, ROW), dim=1, out=rows)
+            self._filled += count
+        if whole < x.numel():  # only the last piece has less than a row left
+            self._tail += _exact_dot(x[whole:], y[whole:])
+
+    def total(self) -> float:
+        """The sum so far."""
+        return self._tail + math.fsum(
+            float(part.double().sum()) for part in self._rows.split(CHUNK)
+        )
+
+
 def _row_sums(x: Tensor, y: Tensor) -> float:
-    """``Σ x·y``: each row in fp32, their sum in float64."""
-    whole = x.numel() // ROW * ROW
-    first, second = _scratch(x), _scratch(x)
-    sums = torch.empty(whole // ROW, dtype=torch.float32, device="cpu")
-    pieces = _chunks(x.view(-1)[:whole], y.view(-1)[:whole])
-    for (a, b), rows in zip(pieces, sums.split(CHUNK // ROW), strict=True):
-        product = first[: a.numel()]
-        torch.mul(_fp32(a, first), _fp32(b, second), out=product)
-        torch.sum(product.view(-1, ROW), dim=1, out=rows)
-    tail = _exact_dot(x.view(-1)[whole:], y.view(-1)[whole:])
-    return tail + math.fsum(float(part.double().sum()) for part in sums.split(CHUNK))
+    """``Σ x·y`` of large tensors."""
+    first, second, sums = _scratch(x), _scratch(x), _RowSums(x)
+    for a, b in _chunks(x, y):
+        left = _fp32(a, first)
+        sums.add(left, left if x is y else _fp32(b, second))
+    return sums.total()
 
 
 def _exact_dot(x: Tensor, y: Tensor) -> float:

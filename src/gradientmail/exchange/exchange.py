@@ -26,12 +26,14 @@ ZSTD = ".safetensors.zst"
 class Payload:
     """A stored payload in memory: its ref, its uncompressed bytes, where its tensors lie."""
 
-    __slots__ = ("__weakref__", "buffer", "ref", "slots")
+    __slots__ = ("__weakref__", "buffer", "ref", "slots", "squares")
 
     def __init__(self, ref: Ref, buffer: memoryview, slots: Mapping[str, Slot]) -> None:
         self.ref = ref
         self.buffer = buffer
         self.slots = slots
+        self.squares: Mapping[str, float] | None = None
+        """``Σ x²`` of each tensor, if whoever made the payload has computed it."""
 
     def data(self, name: str) -> memoryview:
         """The bytes of one tensor."""
