@@ -17,13 +17,13 @@ from gradientmail.algorithm.diloco import Rda, WeightedMean
 from gradientmail.algorithm.merge import Fold
 from gradientmail.algorithm.outer import FragmentState, OuterStep
 from gradientmail.backend.torch import TorchBackend
-from gradientmail.buffers import BufferPool
+from gradientmail.buffers import HOST
 from gradientmail.schema import TensorSpec
 
 
 def one_case(merge: Rda | WeightedMean, contributions: int, nbytes: int) -> dict[str, object]:
     """Fold so many contributions of ``nbytes`` in 16 tensors, then close."""
-    backend, pool = TorchBackend(), BufferPool()
+    backend, pool = TorchBackend(), HOST
     count = nbytes // 64
     specs = tuple(TensorSpec(f"t{index}", "F32", (count,)) for index in range(16))
 

@@ -12,7 +12,7 @@ from measure import Floor, median_seconds, show
 
 import gradientmail as gm
 from gradientmail.backend.torch import TorchBackend
-from gradientmail.buffers import BufferPool
+from gradientmail.buffers import HOST
 from gradientmail.exchange import compression
 from gradientmail.exchange.payload import PayloadLayout, sha256_hex
 from gradientmail.schema import TensorSpec
@@ -26,7 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     nbytes = args.mb * 10**6
-    floor, pool, backend = Floor(nbytes), BufferPool(), TorchBackend()
+    floor, pool, backend = Floor(nbytes), HOST, TorchBackend()
     layout = PayloadLayout([TensorSpec("w", "F32", (nbytes // 4,))])
     buffer = layout.blank(pool.take)
     slot = layout.slots["w"]

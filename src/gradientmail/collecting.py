@@ -93,6 +93,11 @@ class Collector:
             if learner not in self.accepted and self._judged.get(learner) != raw
         )
 
+    def release(self) -> None:
+        """Let go of the contributions themselves, which are merged; the records stay."""
+        self._exchange.deltas.pop(self.number, None)
+        del self.fold
+
     async def take(self, learner: str, raw: bytes) -> None:
         """Judge one snapshot and fold it in, or reject it."""
         self._judged[learner] = raw

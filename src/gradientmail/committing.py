@@ -53,11 +53,16 @@ class Committer:
         self._backend = backend
         self._offload = offload
 
-    async def prepare(
-        self, closing: Closing, state: Held, estimates: Estimates
+    async def merge(self, collector: Collector, state: Held) -> Blanks:
+        """The outer step; afterwards the contributions are let go."""
+        blanks = await self._offload(self._merge, collector, state)
+        collector.release()
+        return blanks
+
+    async def upload(
+        self, closing: Closing, blanks: Blanks, estimates: Estimates
     ) -> tuple[RoundRecord, Held]:
-        """Merge into ``state`` and upload; the record to create, and what is held if it counts."""
-        blanks = await self._offload(self._merge, closing.collector, state)
+        """Store what ``merge`` made; the record to create, and what is held if it counts."""
         payloads = await self._upload(closing.collector.number, blanks.buffers)
         update = None
         if "update" in payloads:

@@ -53,8 +53,6 @@ class Courier:
         self._announce = announce
         self._posted = watch.next_round - 1
         self._last_published = -1
-        self._mine: dict[int, Payload] = {}
-        """This learner's deltas that no commit has used yet, so that its syncer finds them."""
         self.woken = Signal()
         self.silent = False
         """Set when a newer process has this learner's id: nothing more is published."""
@@ -96,8 +94,9 @@ class Courier:
                     continue
                 self._last_published = outgoing.round
                 await self._publish(outgoing)
-            for number in [n for n in self._mine if n < self._watch.next_round]:
-                del self._mine[number]
+            deltas = self._exchange.deltas
+            for number in [n for n in deltas if n < self._watch.next_round]:
+                del deltas[number]
             await self._prepare_blank()
             await _either(woken, changed)
 
@@ -126,7 +125,7 @@ class Courier:
         if self._watch.next_round > outgoing.round:  # closed meanwhile; nobody will look for it
             await self._exchange.delete((payload.ref.key,))
             return
-        self._mine[outgoing.round] = payload
+        self._exchange.deltas[outgoing.round] = payload
         record = SnapshotRecord(
             learner=self._learner,
             round=outgoing.round,

@@ -15,7 +15,6 @@ from typing import Literal, Self
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.backend import backend_for
 from gradientmail.backend.base import Backend
-from gradientmail.buffers import BufferPool
 from gradientmail.clock import MonotonicClock
 from gradientmail.errors import SessionClosed
 from gradientmail.events import Announcer, Callback, Closed, GaveUp, log_events
@@ -90,7 +89,7 @@ class Session:
         self._backend = backend_for(model)
         self._merging = self._backend if backend is None else backend
         self._parameters = self._backend.bind(model)
-        self._pool = BufferPool(allocate=self._backend.allocate)
+        self._pool = self._backend.pool()
         self._thread = LoopThread(f"gradientmail-{settings.learner}")
         self._handoff = Handoff(wake=self._wake)
         self._node = Node(
@@ -117,7 +116,6 @@ class Session:
         schema, call = self._parameters.schema, self._thread.call
         fragments = planned(schema, self._algorithm)
         largest = max(fragment.theta.nbytes for fragment in fragments)
-        self._pool.idle_limit = max(4 * largest, 2**24)
         manifest = call(self._node.find(largest)) or self._create()
         run, versions = call(self._node.enter(manifest, schema, self._algorithm, self._backend))
         for version in versions:
@@ -292,7 +290,7 @@ def align(model: object, *, mailbox: Mailbox) -> int:
         exchange = Exchange(
             RetryingMailbox(mailbox, clock=MonotonicClock(), random=Random()),
             offload=thread.offload,
-            take=BufferPool(allocate=backend.allocate).take,
+            take=backend.pool().take,
         )
         found = thread.call(read_newest(exchange, parameters.schema, backend))
         if found is None:

@@ -201,14 +201,16 @@ class Syncer:
     async def _commit(self, closing: Closing, state: Held) -> None:
         """Merge, upload, create the record; then keep the role and sweep.
 
-        Meanwhile the next round's snapshots are taken in.
+        While it uploads, the next round's snapshots are taken in.
         """
         began = self._clock.now()
         number = closing.collector.number
+        blanks = await self._committer.merge(closing.collector, state)
         enough = asyncio.Event()
         early = asyncio.ensure_future(self._fill(number + 1, enough))
         try:
-            record, held = await self._committer.prepare(closing, state, self._estimates(closing))
+            estimates = self._estimates(closing)
+            record, held = await self._committer.upload(closing, blanks, estimates)
             counts = await self._exchange.commit(record)
             if self._watch.next_round == number:
                 self._watch.progress.advance(counts)

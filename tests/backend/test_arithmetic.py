@@ -105,6 +105,51 @@ def test_one_large_value_among_small_ones_is_not_lost(backend: Backend, count: i
 
 
 @every_backend
+def test_products_outside_fp32_of_both_signs(backend: Backend) -> None:
+    """Long enough that even the sums of rows are cut into pieces: one is inf, the next -inf."""
+    first, second = 31744 * 256, 500_000
+    x = torch.full((first + second,), 1e20)
+    y = x.clone()
+    y[first:] *= -1.0
+    expected = float(x[0].double()) ** 2 * (first - second)
+    assert backend.dot(put(backend, x).array, put(backend, y).array) == pytest.approx(
+        expected, rel=1e-9, abs=0.0
+    )
+
+
+@every_backend
+@every_dtype
+@pytest.mark.parametrize("fused", ["subtract_squares", "dot_squares"])
+@pytest.mark.parametrize("count", [0, 50_000, 2**20 + 5])
+def test_fused_calls_are_their_parts(backend: Backend, dtype: str, fused: str, count: int) -> None:
+    for scale in (1.0, 1e-4 if dtype == "F16" else 1e-25):
+        x, y = (put(backend, random((count,), seed, dtype) * scale) for seed in (60, 61))
+        if fused == "dot_squares":
+            dot, squares = backend.dot_squares(x.array, y.array)
+            assert squares == pytest.approx(backend.sum_of_squares(y.array), rel=1e-12, abs=0.0)
+            assert dot == pytest.approx(backend.dot(x.array, y.array), rel=1e-12, abs=0.0)
+        else:
+            out, expected = blank(backend, dtype, (count,)), blank(backend, dtype, (count,))
+            squares = backend.subtract_squares(x.array, y.array, out.array)
+            backend.subtract(x.array, y.array, expected.array)
+            assert out.bytes() == expected.bytes()
+            assert squares == pytest.approx(backend.sum_of_squares(out.array), rel=1e-12, abs=0.0)
+
+
+@every_backend
+@pytest.mark.parametrize("count", [3, 2**20 + 5])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_fused_squares_show_what_is_not_finite(backend: Backend, count: int, bad: float) -> None:
+    x, y = random((count,), 62), random((count,), 63)
+    y[count // 2] = bad
+    _, squares = backend.dot_squares(put(backend, x).array, put(backend, y).array)
+    assert not math.isfinite(squares)
+    out = blank(backend, "F32", (count,))
+    left, right = put(backend, x), put(backend, y)
+    assert not math.isfinite(backend.subtract_squares(left.array, right.array, out.array))
+
+
+@every_backend
 @every_dtype
 @pytest.mark.parametrize("count", [1, 50_000, 2**20 + 5])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -272,7 +317,7 @@ def test_an_array_keeps_its_buffer_alive(backend: Backend) -> None:
 @every_backend
 @pytest.mark.parametrize("nbytes", [1, 4096, 100_001])
 def test_allocated_memory_is_writable_and_of_that_size(backend: Backend, nbytes: int) -> None:
-    memory = backend.allocate(nbytes)
+    memory = backend.pool().take(nbytes)
     memory[:] = b"\x7f" * nbytes
     assert (memory.nbytes, memory.format, memory.readonly) == (nbytes, "B", False)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gradientmail.backend import backend_for
-from gradientmail.backend.torch import TorchBackend
+from gradientmail.backend.torch import TorchBackend, pinned_memory
 
 
 class Own(nn.Sequential):
@@ -30,9 +30,7 @@ def test_anything_else_is_a_type_error_that_says_what_is_accepted(thing: object)
 
 def test_pinned_memory_lives_as_long_as_its_views(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model on CUDA; here the memory is ordinary, and all else the same."""
-    backend = TorchBackend()
     asked: list[tuple[int, bool]] = []
-    backend._pinned = True
     empty = torch.empty
 
     def pinned(size: int, *, pin_memory: bool, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -40,13 +38,13 @@ def test_pinned_memory_lives_as_long_as_its_views(monkeypatch: pytest.MonkeyPatc
         return empty(size, dtype=dtype, device=device)
 
     monkeypatch.setattr(torch, "empty", pinned)
-    views = [backend.allocate(5_000_000)[10:30] for _ in range(4)]
+    views = [pinned_memory(5_000_000)[10:30] for _ in range(4)]
     for index, view in enumerate(views):
         view[:] = bytes([index]) * 20
     assert [bytes(view) for view in views] == [bytes([index]) * 20 for index in range(4)]
     assert (views[0].format, views[0].readonly) == ("B", False)
     assert asked == [(5_000_000, True)] * 4
-    assert backend.allocate(0).nbytes == 1
+    assert pinned_memory(0).nbytes == 1
 
 
 def run_python(code: str) -> str:
@@ -101,7 +99,7 @@ from gradientmail.backend import backend_for
 model = torch.nn.Linear(4, 4)
 backend = backend_for(model)
 parameters = backend.bind(model)
-blank = lambda spec: backend.array(backend.allocate(spec.nbytes), spec.dtype, spec.shape)
+blank = lambda spec: backend.array(backend.pool().take(spec.nbytes), spec.dtype, spec.shape)
 arrays = {spec.name: blank(spec) for spec in parameters.schema}
 parameters.capture(arrays)()
 parameters.apply(parameters.stage(arrays))

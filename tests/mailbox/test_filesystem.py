@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gradientmail.buffers import BufferPool, host_memory
+from gradientmail.buffers import BufferPool
 from gradientmail.mailbox import FilesystemMailbox, filesystem, listing, placing
 from gradientmail.testing.mailbox_contract import MailboxContract
 from gradientmail.testing.mailbox_races import OpenMailbox, content, fill
@@ -172,7 +172,7 @@ def test_large_objects_are_read_into_kept_memory(tmp_path: Path) -> None:
 
     def allocate(nbytes: int) -> memoryview:
         allocated.append(nbytes)
-        return host_memory(nbytes)
+        return memoryview(bytearray(nbytes))
 
     async def main() -> None:
         mailbox = FilesystemMailbox(tmp_path)

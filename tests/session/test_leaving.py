@@ -302,23 +302,30 @@ SCRIPT = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("how", ["ends", "raises", "hangs"])
-def test_the_interpreter_exits_without_close(how: str, tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT, how, str(root)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
-    assert done.stderr == ""
-    assert done.returncode == (3 if how == "raises" else 0)
-    if how != "raises":
-        assert done.stdout == "body ends True\n"
-    if how != "hangs":
-        assert [p for p in (root / "leases").rglob("*") if p.is_file()] == []
+def test_the_interpreter_exits_without_close(tmp_path: Path) -> None:
+    hows = ("ends", "raises", "hangs")
+    running = {
+        how: subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", SCRIPT, how, str(tmp_path / how)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for how in hows
+    }
+    try:
+        ended = {how: (*one.communicate(timeout=90), one.returncode) for how, one in running.items()}
+    finally:
+        for one in running.values():
+            one.kill()
+    assert ended["ends"] == ("body ends True\n", "", 0)
+    assert ended["raises"] == ("", "", 3)
+    out, err, code = ended["hangs"]
+    assert (out, code) == ("body ends True\n", 0)
+    assert "Traceback" not in err
+    for how in ("ends", "raises"):
+        assert [p for p in (tmp_path / how / "leases").rglob("*") if p.is_file()] == []
 
 
 def test_works_inside_a_running_event_loop() -> None:

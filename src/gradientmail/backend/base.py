@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gradientmail.buffers import HOST, BufferPool
 from gradientmail.schema import Schema
 
 type Array = Any
@@ -67,9 +68,9 @@ class Backend(ABC):
         ``ValueError`` or ``TypeError`` naming what is wrong.
         """
 
-    @abstractmethod
-    def allocate(self, nbytes: int) -> memoryview:
-        """Fresh host memory that copies to and from the model's device are fast with."""
+    def pool(self) -> BufferPool:
+        """Host memory that copies to and from the bound model's device are fast with."""
+        return HOST
 
     @abstractmethod
     def array(self, buffer: memoryview, dtype: str, shape: tuple[int, ...]) -> Array:
@@ -159,3 +160,21 @@ class Backend(ABC):
     @abstractmethod
     def decode(self, data: Array, dtype: str, scale: Array | None, out: Array) -> None:
         """The exact inverse reading of ``encode``, into the F32 array ``out``."""
+
+
+def fp32_factors(scale: float) -> list[float]:
+    """Fp32 factors with the product ``scale``; multiplying by each in turn stays in range.
+
+    For a coefficient outside fp32's range whose products are in it. ``ValueError`` for one that
+    is not finite.
+    """
+    if not math.isfinite(scale):
+        raise ValueError(f"a coefficient must be finite, not {scale!r}")
+    factors: list[float] = []
+    while abs(scale) > 2.0**127:
+        factors.append(2.0**100)
+        scale *= 2.0**-100
+    while 0.0 < abs(scale) < 2.0**-126:
+        factors.append(2.0**-100)
+        scale *= 2.0**100
+    return [*factors, scale]

@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from gradientmail.backend.base import Backend, Combination
+from gradientmail.backend.base import Backend, Combination, fp32_factors
 from gradientmail.backend.torch_model import TorchParameters, named_parameters
-from gradientmail.buffers import host_memory
+from gradientmail.buffers import HOST, BufferPool
 from gradientmail.errors import MissingExtra
 
 try:
@@ -57,8 +57,8 @@ class TorchBackend(Backend):
     name = "torch"
 
     def __init__(self) -> None:
-        """Allocate plain memory until a model with CUDA parameters is bound, then pinned memory."""
-        self._pinned = False
+        """Bound to no model yet."""
+        self._pinned: BufferPool | None = None
 
     def bind(self, model: object) -> "TorchParameters":
         """The trainable parameters of a ``torch.nn.Module``, of F32, F16 or BF16.
@@ -72,17 +72,13 @@ class TorchBackend(Backend):
         if not found:
             raise ValueError("the model has no trainable parameter: none has requires_grad=True")
         parameters = TorchParameters(torch, found)
-        self._pinned |= any(p.device.type == "cuda" for p in found.values())
+        if self._pinned is None and any(p.device.type == "cuda" for p in found.values()):
+            self._pinned = BufferPool(allocate=pinned_memory)
         return parameters
 
-    def allocate(self, nbytes: int) -> memoryview:
-        """Fresh host memory, pinned once a model with CUDA parameters is bound."""
-        if not self._pinned:
-            return host_memory(nbytes)
-        block = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu", pin_memory=True)
-        memory: Any = (ctypes.c_ubyte * block.numel()).from_address(block.data_ptr())
-        memory.block = block  # the view keeps the ctypes array alive, and that the tensor
-        return memoryview(memory).cast("B")
+    def pool(self) -> BufferPool:
+        """The process's host memory; pinned memory once a model with CUDA parameters is bound."""
+        return HOST if self._pinned is None else self._pinned
 
     def array(self, buffer: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor over ``buffer``; of bytes for F4 (two elements each) and F8_E8M0."""
@@ -102,13 +98,18 @@ class TorchBackend(Backend):
 
     def sum_of_squares(self, x: Tensor) -> float:
         """``Σ x²``: in float64, large tensors by rows in fp32 unless that could lose digits."""
-        total = _row_sums(x, x) if x.numel() >= ROWS_FROM else math.nan
-        return total if _trustworthy(total, x.numel()) else _exact_dot(x, x)
+        return self.dot(x, x)
 
     def dot(self, x: Tensor, y: Tensor) -> float:
         """``Σ x·y``: in float64, large tensors by rows in fp32 unless that could lose digits."""
-        total = _row_sums(x, y) if x.numel() >= ROWS_FROM else math.nan
-        return total if _trustworthy(total, x.numel()) else _exact_dot(x, y)
+        if x.numel() < ROWS_FROM:
+            return _exact_dot(x, y)
+        first, second, sums = _scratch(x), _scratch(y), _RowSums(x)
+        for a, b in _chunks(x, y):
+            left = _fp32(a, first)
+            sums.add(left, left if x is y else _fp32(b, second))
+        total = sums.total()
+        return _exact_dot(x, y) if total is None else total
 
     def subtract_squares(self, left: Tensor, right: Tensor, out: Tensor) -> float:
         """``subtract`` and ``sum_of_squares`` of the result, piece by piece in the cache."""
@@ -120,7 +121,7 @@ class TorchBackend(Backend):
             piece = _fp32(o, first)
             sums.add(piece, piece)
         total = sums.total()
-        return total if _trustworthy(total, out.numel()) else _exact_dot(out, out)
+        return _exact_dot(out, out) if total is None else total
 
     def dot_squares(self, x: Tensor, y: Tensor) -> tuple[float, float]:
         """``dot`` and ``sum_of_squares`` of ``y``, which is read once."""
@@ -133,9 +134,8 @@ class TorchBackend(Backend):
             squares.add(piece, piece)
             dots.add(_fp32(a, first), piece)
         total, square = dots.total(), squares.total()
-        if not (_trustworthy(total, y.numel()) and _trustworthy(square, y.numel())):
-            return super().dot_squares(x, y)
-        return total, square
+        both_good = total is not None and square is not None
+        return (total, square) if both_good else super().dot_squares(x, y)
 
     def accumulate(self, out: Tensor, x: Tensor, *, keep: float, scale: float) -> None:
         """``out = keep·out + scale·x``, each product rounded to fp32 before the sum."""
@@ -190,6 +190,14 @@ class TorchBackend(Backend):
         _CODECS[dtype][1](data, out, scale)
 
 
+def pinned_memory(nbytes: int) -> memoryview:
+    """Fresh host memory that a CUDA device copies from and to by itself."""
+    block = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu", pin_memory=True)
+    memory: Any = (ctypes.c_ubyte * block.numel()).from_address(block.data_ptr())
+    memory.block = block  # the view keeps the ctypes array alive, and that the tensor
+    return memoryview(memory).cast("B")
+
+
 def _chunks(*arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Flat pieces of contiguous arrays of one size, in step."""
     if not arrays[0].numel():
@@ -212,10 +220,7 @@ def _fp32(x: Tensor, scratch: Tensor) -> Tensor:
 
 
 def _elementwise(
-    operation: Callable[..., Tensor],
-    left: Tensor,
-    right: Tensor,
-    out: Tensor,
+    operation: Callable[..., Tensor], left: Tensor, right: Tensor, out: Tensor
 ) -> None:
     """``operation`` in fp32, rounded once. PyTorch does just that itself when all dtypes agree."""
     one_dtype = left.dtype == right.dtype == out.dtype
@@ -230,17 +235,7 @@ def _elementwise(
 
 
 def _factors(scale: float) -> list[Tensor]:
-    """Fp32 factors whose product is ``scale``, the steps first that keep every product in range."""
-    if not math.isfinite(scale):
-        raise ValueError(f"a coefficient must be finite, not {scale!r}")
-    factors = []
-    while abs(scale) > 2.0**127:
-        factors.append(2.0**100)
-        scale *= 2.0**-100
-    while 0.0 < abs(scale) < 2.0**-126:
-        factors.append(2.0**-100)
-        scale *= 2.0**100
-    return [_constant(factor) for factor in (*factors, scale)]
+    return [_constant(factor) for factor in fp32_factors(scale)]
 
 
 def _scaled(x: Tensor, factors: Sequence[Tensor], out: Tensor) -> Tensor:
@@ -253,10 +248,7 @@ def _scaled(x: Tensor, factors: Sequence[Tensor], out: Tensor) -> Tensor:
 
 
 def _combined(
-    terms: Sequence[Tensor],
-    factors: Sequence[Sequence[Tensor]],
-    out: Tensor,
-    product: Tensor,
+    terms: Sequence[Tensor], factors: Sequence[Sequence[Tensor]], out: Tensor, product: Tensor
 ) -> Tensor:
     """``out = Σ cᵢ·xᵢ`` of one piece; ``product`` is scratch."""
     if not terms:
@@ -267,49 +259,31 @@ def _combined(
     return out
 
 
-def _trustworthy(total: float, count: int) -> bool:
-    """Whether neither overflow nor underflow of fp32 squares or products can matter in ``total``.
-
-    Underflow loses less than 2e-38 an element, so a larger total has lost no digit that counts.
-    """
-    return math.isfinite(total) and abs(total) > 1e-28 * count
-
-
 class _RowSums:
     """``Σ x·y`` over pieces of large tensors: each row in fp32, their sum in float64."""
 
     def __init__(self, like: Tensor) -> None:
         self._product = _scratch(like)
         self._rows = torch.empty(like.numel() // ROW, dtype=torch.float32, device="cpu")
-        self._filled = 0
-        self._tail = 0.0
+        self._count, self._filled, self._tail = like.numel(), 0, 0.0
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Take in the next piece of both, F32."""
         count = x.numel() // ROW
-        whole = count * ROW
-        if whole:
-            product = torch.mul(x[:whole], y[:whole], out=self._product[:whole])
-            rows = self._rows[self._filled : self._filled + count]
-            torch.sum(product.view(-1, ROW), dim=1, out=rows)
-            self._filled += count
+        whole, rows = count * ROW, self._rows[self._filled : self._filled + count]
+        product = torch.mul(x[:whole], y[:whole], out=self._product[:whole])
+        torch.sum(product.view(count, ROW), dim=1, out=rows)
+        self._filled += count
         if whole < x.numel():  # only the last piece has less than a row left
             self._tail += _exact_dot(x[whole:], y[whole:])
 
-    def total(self) -> float:
-        """The sum so far."""
-        return self._tail + math.fsum(
-            float(part.double().sum()) for part in self._rows.split(CHUNK)
-        )
+    def total(self) -> float | None:
+        """The sum; None when overflow or underflow in fp32 can matter in it.
 
-
-def _row_sums(x: Tensor, y: Tensor) -> float:
-    """``Σ x·y`` of large tensors."""
-    first, second, sums = _scratch(x), _scratch(x), _RowSums(x)
-    for a, b in _chunks(x, y):
-        left = _fp32(a, first)
-        sums.add(left, left if x is y else _fp32(b, second))
-    return sums.total()
+        Underflow loses less than 2e-38 an element, so a larger sum has lost no digit that counts.
+        """
+        total = self._tail + sum(float(part.double().sum()) for part in self._rows.split(CHUNK))
+        return total if math.isfinite(total) and abs(total) > 1e-28 * self._count else None
 
 
 def _exact_dot(x: Tensor, y: Tensor) -> float:
@@ -361,16 +335,19 @@ _SHIFT_28 = _constant(28, torch.int32)
 _SHIFT_4, _BIT_3 = _constant(4, torch.int16), _constant(8, torch.uint8)
 
 
-def _encode_e2m1(x: Tensor, data: Tensor, scale: Tensor) -> None:
+def _block_pieces(x: Tensor, data: Tensor, scale: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Pieces of an array, of its F4 codes and of their scales: CHUNK is even and whole blocks."""
     if not x.numel():
-        return
-    # CHUNK is even and whole blocks: the pieces of data and scale are those of x.
-    pieces = x.view(-1).split(CHUNK), data.split(CHUNK // 2), scale.split(CHUNK // BLOCK)
-    for values, packed, scales in zip(*pieces, strict=True):
-        blocks = values
-        if values.numel() % BLOCK:
-            blocks = torch.cat([values, values.new_zeros(-values.numel() % BLOCK)])
-        _encode_blocks(blocks, packed, scales)
+        return iter(())
+    codes, scales = data.split(CHUNK // 2), scale.split(CHUNK // BLOCK)
+    return zip(x.view(-1).split(CHUNK), codes, scales, strict=True)
+
+
+def _encode_e2m1(x: Tensor, data: Tensor, scale: Tensor) -> None:
+    for values, packed, scales in _block_pieces(x, data, scale):
+        padding = values.new_zeros(-values.numel() % BLOCK)
+        whole = torch.cat([values, padding]) if padding.numel() else values
+        _encode_blocks(whole, packed, scales)
 
 
 def _encode_blocks(x: Tensor, packed: Tensor, scales: Tensor) -> None:
@@ -409,10 +386,7 @@ _E8M0_VALUES[0], _E8M0_VALUES[255] = 2.0**-127, math.nan
 
 
 def _decode_e2m1(data: Tensor, out: Tensor, scale: Tensor) -> None:
-    if not out.numel():
-        return
-    pieces = out.view(-1).split(CHUNK), data.split(CHUNK // 2), scale.split(CHUNK // BLOCK)
-    for target, packed, scales in zip(*pieces, strict=True):
+    for target, packed, scales in _block_pieces(out, data, scale):
         words = torch.index_select(_E2M1_WORDS, 0, packed.int())
         factors = torch.index_select(_E8M0_VALUES, 0, scales.int()).view(-1, 1)
         values = words.view(torch.float32).view(-1, BLOCK)

@@ -72,6 +72,8 @@ class Exchange:
         self._offload = offload
         self._extension = ZSTD if compressed else PLAIN
         self._held: WeakValueDictionary[str, Payload] = WeakValueDictionary()
+        self.deltas: dict[int, Payload] = {}
+        """This learner's deltas by round, kept until merged here or committed elsewhere."""
 
     # Payloads
 

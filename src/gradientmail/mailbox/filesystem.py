@@ -24,7 +24,7 @@ from collections.abc import Buffer, Iterable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 
-from gradientmail.buffers import BufferPool
+from gradientmail.buffers import HOST
 from gradientmail.errors import MailboxUnavailable
 from gradientmail.mailbox.base import check_key, flat
 from gradientmail.mailbox.listing import is_key, list_keys
@@ -61,7 +61,7 @@ class FilesystemMailbox:
             raise ValueError("FilesystemMailbox needs the path of a folder, got an empty one")
         self.path = os.path.abspath(os.fspath(path))
         self._staging = Staging(self.path)
-        self._pool = BufferPool()
+        self._pool = HOST
         self._known_folders: set[str] = set()
         self._links: bool | None = None
         if os.path.lexists(self.path) and not os.path.isdir(self.path):

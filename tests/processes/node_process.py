@@ -1,0 +1,104 @@
+"""One node as a process: trains in sessions until it is told to stop. Run by the tests.
+
+Arguments: folder, learner id, and how many rounds to see before it closes (0: until killed). Prints
+``joined`` when it has joined, and at the end ``closed <newest round> <digest of the parameters>``.
+"""
+
+import hashlib
+import sys
+import time
+
+import torch
+
+import gradientmail as gm
+from gradientmail.backend import backend_for
+from gradientmail.events import Event, TaskFailed
+
+ALGORITHM = gm.DiLoCo(sync_every=4, fragments=2, in_flight=2)
+
+
+def main(root: str, learner: str, rounds: int) -> None:
+    """Train."""
+    torch.set_num_threads(1)
+    torch.manual_seed(len(learner))
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def tell(event: Event) -> None:
+        if isinstance(event, TaskFailed):
+            print(f"failed {event}", flush=True)
+
+    with gm.Session(
+        model,
+        algorithm=ALGORITHM,
+        mailbox=gm.FilesystemMailbox(root),
+        learner_id=learner,
+        poll_interval=0.02,
+        lease_every=0.25,
+        lease_timeout=1.0,
+        callbacks=[tell],
+    ) as session:
+        print(f"joined {session.rounds_seen}", flush=True)
+        goal = session.rounds_seen + rounds if rounds else 10**9
+        while session.rounds_seen < goal:
+            loss = model(torch.randn(4, 40)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            session.step(samples=4)
+            time.sleep(0.004)
+    digest = hashlib.sha256()
+    for _, parameter in sorted(model.named_parameters()):
+        digest.update(parameter.detach().numpy().tobytes())
+    print(f"closed {session.rounds_seen} {digest.hexdigest()}", flush=True)
+
+
+def serve() -> None:
+    """Fork a node for every line of standard input, so that torch is imported once.
+
+    A line is the three arguments; a line ``kill <learner>`` sends SIGKILL. Answers ``pid <id>``.
+    """
+    import os
+    import signal
+
+    backend_for(torch.nn.Linear(1, 1))
+    nodes: dict[str, int] = {}
+    for line in sys.stdin:
+        match line.split():
+            case ["kill", learner]:
+                os.kill(nodes[learner], signal.SIGKILL)
+                os.waitpid(nodes.pop(learner), 0)
+                print("killed", flush=True)
+            case ["start", root, learner, rounds, out]:
+                pid = os.fork()
+                if pid == 0:
+                    sys.stdin.close()
+                    target = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                    os.dup2(target, 1)
+                    os.dup2(target, 2)
+                    code = 1
+                    try:
+                        main(root, learner, int(rounds))
+                        code = 0
+                    except BaseException:
+                        import traceback
+
+                        traceback.print_exc()
+                    finally:
+                        sys.stdout.flush()
+                        sys.stderr.flush()
+                        os._exit(code)
+                nodes[learner] = pid
+                print(f"pid {pid}", flush=True)
+            case ["wait", learner]:
+                _, status = os.waitpid(nodes.pop(learner), 0)
+                print(f"ended {os.waitstatus_to_exitcode(status)}", flush=True)
+    for pid in nodes.values():
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    else:
+        main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

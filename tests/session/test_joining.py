@@ -1,0 +1,302 @@
+"""Arguments, mismatches, ``align``, corrupt runs: what a user gets told."""
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import gradientmail as gm
+from gradientmail.mailbox.memory import MemoryMailbox
+from gradientmail.mailbox.wrapped import WrappedMailbox
+from tests.session.models import (
+    ALGORITHM,
+    QUICK,
+    equal,
+    net,
+    no_threads_left,
+    parameters,
+)
+from tests.session.test_leaving import train_until
+
+
+def session(box: gm.Mailbox, model: object = None, **changes: Any) -> gm.Session:
+    """A session that is quick; ``changes`` to its arguments."""
+    given = {"algorithm": ALGORITHM, "learner_id": "a", **QUICK, **changes}
+    return gm.Session(net() if model is None else model, mailbox=box, **given)
+
+
+def finished(rounds: int = 3) -> MemoryMailbox:
+    """A run that has ended."""
+    box = MemoryMailbox()
+    model = net()
+    with session(box, model) as one:
+        train_until(one, model, rounds)
+    return box
+
+
+BAD_SESSIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"algorithm": None}, TypeError, "algorithm"),
+    ({"algorithm": {"sync_every": 4}}, TypeError, "algorithm"),
+    ({"learner_id": "Not An Id"}, ValueError, "Not An Id"),
+    ({"learner_id": ""}, ValueError, "learner_id"),
+    ({"learner_id": "x" * 65}, ValueError, "learner_id"),
+    ({"learner_id": 7}, ValueError, "learner_id"),
+    ({"poll_interval": 0}, ValueError, "poll_interval"),
+    ({"poll_interval": -1.0}, ValueError, "poll_interval"),
+    ({"poll_interval": float("inf")}, ValueError, "poll_interval"),
+    ({"poll_interval": float("nan")}, ValueError, "poll_interval"),
+    ({"poll_interval": "1"}, TypeError, "poll_interval"),
+    ({"poll_interval": True}, TypeError, "poll_interval"),
+    ({"lease_every": 0}, ValueError, "lease_every"),
+    ({"lease_timeout": -3}, ValueError, "lease_timeout"),
+    ({"lease_every": 10.0, "lease_timeout": 10.0}, ValueError, "lease_every"),
+    ({"compression": "gzip"}, ValueError, "gzip"),
+    ({"compression": None}, ValueError, "compression"),
+    ({"model": object()}, TypeError, "torch.nn.Module"),
+    ({"model": torch.zeros(3)}, TypeError, "model"),
+    ({"model": torch.nn.ReLU()}, ValueError, "parameter"),
+    ({"model": net().requires_grad_(requires_grad=False)}, ValueError, "requires_grad"),
+    ({"model": net(0, torch.float64)}, ValueError, "float64"),
+    ({"callbacks": 3}, TypeError, "iterable"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "said"), BAD_SESSIONS)
+def test_a_bad_argument_is_named(changes: dict[str, Any], kind: type[Exception], said: str) -> None:
+    box = MemoryMailbox()
+    with no_threads_left(), pytest.raises(kind, match=said):
+        session(box, **changes)
+    assert asyncio.run(box.list("")) == ()
+
+
+@pytest.mark.parametrize("box", [None, {}, "s3://bucket", object()])
+def test_a_mailbox_that_is_none(box: Any) -> None:
+    with pytest.raises(TypeError, match="put_if_absent"):
+        session(box)
+    with pytest.raises(TypeError, match="put_if_absent"):
+        gm.align(net(), mailbox=box)
+
+
+BAD_OPTIONS: list[dict[str, Any]] = [
+    {"sync_every": 0},
+    {"sync_every": 2.5},
+    {"fragments": 0},
+    {"fragments": 9},
+    {"in_flight": 0},
+    {"in_flight": 3},
+    {"overlap_steps": -1},
+    {"mixing": 1.0},
+    {"mixing": -0.1},
+    {"quorum_size": 0},
+    {"outer_lr": 0.0},
+    {"outer_lr": float("nan")},
+    {"outer_momentum": 1.0},
+    {"merge": "rda"},
+    {"partition": None},
+    {"global_batch_size": 0},
+    {"delta_dtype": "F64"},
+    {"commit_dtype": "INT8"},
+    {"flush_on_close": 1},
+]
+
+
+@pytest.mark.parametrize("option", BAD_OPTIONS, ids=str)
+def test_a_bad_option_is_named_with_its_value(option: dict[str, Any]) -> None:
+    ((name, value),) = option.items()
+    with pytest.raises(ValueError, match=name) as caught:
+        gm.DiLoCo(**{"sync_every": 8, "fragments": 2, **option})
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("samples", [0, -1, -(2**70)])
+def test_samples_that_are_not_positive(samples: int) -> None:
+    with session(MemoryMailbox()) as one, pytest.raises(ValueError, match="samples"):
+        one.step(samples=samples)
+
+
+@pytest.mark.parametrize("samples", [1.0, "8", None, True, [1], 2.5, torch.tensor(1.5)])
+def test_samples_that_are_no_integer(samples: Any) -> None:
+    with session(MemoryMailbox()) as one, pytest.raises(TypeError, match="samples"):
+        one.step(samples=samples)
+
+
+def test_samples_may_be_any_integer_type_and_are_keyword_only() -> None:
+    import numpy as np
+
+    with session(MemoryMailbox()) as one:
+        one.step(samples=np.int64(3))  # type: ignore[arg-type]
+        one.step(samples=torch.tensor(3))  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            one.step(3)  # type: ignore[misc]
+
+
+def test_another_model_is_refused_with_names_shapes_and_dtypes() -> None:
+    box = finished()
+    other = torch.nn.Sequential(
+        torch.nn.Linear(4, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3, bias=False)
+    )
+    before = list(asyncio.run(box.list("")))
+    with no_threads_left(), pytest.raises(gm.SchemaMismatch) as caught:
+        session(box, other)
+    said = str(caught.value)
+    assert "0.bias: F32[9] here, F32[8] in the run" in said
+    assert "0.weight: F32[9, 4] here, F32[8, 4] in the run" in said
+    assert "2.bias: F32[3] in the run, not here" in said
+    assert "2.weight: F32[3, 9] here, F32[3, 8] in the run" in said
+    assert list(asyncio.run(box.list(""))) == before
+    with pytest.raises(gm.SchemaMismatch, match=r"0\.bias: F32\[9\] here, F32\[8\] in the run"):
+        gm.align(other, mailbox=box)
+    with pytest.raises(gm.SchemaMismatch, match=r"0\.bias: BF16\[8\] here, F32\[8\] in the run"):
+        session(box, net(0, torch.bfloat16))
+
+
+def test_other_options_are_refused_with_both_values() -> None:
+    box = finished()
+    other = replace(ALGORITHM, outer_lr=0.5, sync_every=6, merge=gm.WeightedMean())
+    with no_threads_left(), pytest.raises(gm.RunConfigMismatch) as caught:
+        session(box, algorithm=other)
+    said = str(caught.value)
+    assert "sync_every: 6 here, 4 in the run" in said
+    assert "outer_lr: 0.5 here, 0.7 in the run" in said
+    assert "merge: WeightedMean() here, Rda(direct_pattern='embed') in the run" in said
+    assert "outer_momentum" not in said
+    assert list(asyncio.run(box.list("leases/"))) == []
+
+
+# align
+
+
+def test_align_on_an_empty_mailbox_leaves_the_model() -> None:
+    model, box = net(), MemoryMailbox()
+    before = parameters(model)
+    assert gm.align(model, mailbox=box) == -1
+    assert all(torch.equal(before[n], p) for n, p in parameters(model).items())
+    assert asyncio.run(box.list("")) == ()
+
+
+def test_align_on_a_fresh_run_gives_its_initial_parameters() -> None:
+    box, first, other = MemoryMailbox(), net(1), net(2)
+    with session(box, first):
+        before = asyncio.run(box.list(""))
+        assert gm.align(other, mailbox=box) == -1
+        assert equal(first, other)
+        left = [key for key in asyncio.run(box.list("")) if not key.startswith("claims/0")]
+        assert left == [key for key in before if not key.startswith("claims/0")]
+
+
+def test_align_on_a_finished_run_publishes_nothing() -> None:
+    box = finished(5)
+    before = asyncio.run(box.list(""))
+    model = net(3)
+    newest = gm.align(model, mailbox=box)
+    assert newest == len([key for key in before if key.startswith("rounds/")]) - 1
+    assert newest >= 5
+    assert asyncio.run(box.list("")) == before
+    again = net(4)
+    with session(box, again) as one:
+        assert one.rounds_seen == newest
+        assert equal(again, model)
+
+
+def test_align_on_a_foreign_mailbox() -> None:
+    box = MemoryMailbox()
+    asyncio.run(box.put_if_absent("manifest.json", b'{"hello": 1}'))
+    with pytest.raises(gm.ProtocolError, match="manifest has no"):
+        gm.align(net(), mailbox=box)
+    with no_threads_left(), pytest.raises(gm.ProtocolError, match="manifest"):
+        session(box)
+    other = MemoryMailbox()
+    asyncio.run(other.put_if_absent("data/part-0.bin", b"x"))
+    assert gm.align(net(), mailbox=other) == -1
+
+
+class Spoiled(WrappedMailbox):
+    """Gives one object with a bit flipped, or cut, or not at all."""
+
+    def __init__(self, inner: gm.Mailbox, key: str, how: str) -> None:
+        super().__init__(inner)
+        self.key = key
+        self.how = how
+
+    async def around(self, call, act):  # noqa: ANN001, ANN201
+        result = await act()
+        if call.operation == "get" and call.key == self.key and result is not None:
+            data = bytes(result)
+            match self.how:
+                case "flipped":
+                    return data[:-1] + bytes([data[-1] ^ 1])
+                case "cut":
+                    return data[:-1]
+                case "longer":
+                    return data + b"\0"
+                case "empty":
+                    return b""
+                case "gone":
+                    return None
+        return result
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "longer", "empty", "gone"])
+def test_a_corrupt_commit_is_named_and_never_a_group(how: str) -> None:
+    box = finished(4)
+    last = max(key for key in asyncio.run(box.list("rounds/")))
+    key = json.loads(asyncio.run(box.get(last)) or b"")["theta"]["key"]
+    spoiled = Spoiled(box, key, how)
+    for call in (lambda: gm.align(net(), mailbox=spoiled), lambda: session(spoiled)):
+        with no_threads_left(), pytest.raises(gm.PayloadCorrupt) as caught:
+            call()
+        assert type(caught.value) is gm.PayloadCorrupt
+        assert key in str(caught.value)
+    assert list(asyncio.run(box.list("leases/"))) == []
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
+def test_a_corrupt_beginning_is_named_too(how: str) -> None:
+    box = MemoryMailbox()
+    session(box).close()
+    key = asyncio.run(box.list("blobs/init/"))[1]
+    with no_threads_left(), pytest.raises(gm.PayloadCorrupt, match=key):
+        session(Spoiled(box, key, how))
+
+
+def test_a_corrupt_record_is_a_protocol_error() -> None:
+    box = finished(4)
+    last = max(key for key in asyncio.run(box.list("rounds/")))
+    asyncio.run(box.delete([last]))
+    asyncio.run(box.put_if_absent(last, b"{}"))
+    with no_threads_left(), pytest.raises(gm.ProtocolError, match="round"):
+        session(box)
+
+
+def test_a_store_that_refuses_is_told_at_once() -> None:
+    class Denied(WrappedMailbox):
+        async def around(self, call, act):  # noqa: ANN001, ANN201
+            raise PermissionError("access denied to this prefix; ask its owner")
+
+    with no_threads_left(), pytest.raises(PermissionError, match="ask its owner"):
+        session(Denied(MemoryMailbox()))
+    with no_threads_left(), pytest.raises(PermissionError, match="ask its owner"):
+        gm.align(net(), mailbox=Denied(MemoryMailbox()))
+
+
+def test_the_same_id_twice_in_one_process() -> None:
+    box, model = MemoryMailbox(), net()
+    first = session(box, model)
+    with session(box, net(1)):
+        with pytest.raises(gm.LearnerReplaced, match="'a'"):
+            train_until(first, model, 10**6)
+        with pytest.raises(gm.LearnerReplaced):
+            first.close()
+        assert len(asyncio.run(box.list("leases/"))) == 1
+
+
+def test_the_default_id_is_host_and_process() -> None:
+    import os
+    import re
+
+    with session(MemoryMailbox(), learner_id=None) as one:
+        assert re.fullmatch(r"[a-z0-9-]{1,64}", one.learner_id)
+        assert one.learner_id.endswith(f"-{os.getpid()}")
