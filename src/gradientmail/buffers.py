@@ -9,6 +9,7 @@ Nobody returns anything by hand, so nothing can be overwritten while it is still
 
 import contextlib
 import mmap
+import sys
 import threading
 from bisect import insort
 from collections import deque
@@ -68,6 +69,25 @@ class _Block:
         if first < self.touched and hasattr(self.mapping, "madvise"):
             self.mapping.madvise(mmap.MADV_DONTNEED, first, self.touched - first)
             self.touched = first
+
+
+class Shown:
+    """Stands for a buffer towards others, and knows when none of them looks at it any more."""
+
+    __slots__ = ("_memory", "ended")
+
+    def __init__(self, memory: memoryview) -> None:
+        """Show ``memory``, read-only: ``memoryview(self)`` gives a view of it, once."""
+        self._memory = memory.toreadonly()
+        self.ended = False
+        """Whether the view that was given, and all that were made from it, are gone."""
+
+    def __buffer__(self, flags: int, /) -> memoryview:
+        return memoryview(self._memory)
+
+    def __release_buffer__(self, view: memoryview, /) -> None:
+        view.release()
+        self.ended = True
 
 
 class _Lease(int):
@@ -155,14 +175,17 @@ class BufferPool:
 
 def _reserve(size: int) -> _Block:
     """Address space for host memory of ``size`` bytes or far more; pages come when touched."""
-    lazily = getattr(mmap, "MAP_NORESERVE", None)
-    if lazily is not None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | lazily
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    for nbytes in (max(size, RESERVED), max(size, RESERVED // 64)):
         with contextlib.suppress(OSError, OverflowError):  # a limit on address space
-            mapping = mmap.mmap(-1, max(size, RESERVED), flags=flags)
+            mapping = mmap.mmap(-1, nbytes, flags=flags)
             return _Block(memoryview(mapping), mapping)
-    mapping = mmap.mmap(-1, size)
+    mapping = mmap.mmap(-1, size, flags=flags)
     return _Block(memoryview(mapping), mapping)
+
+
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+"""Python names this flag from 3.13 on; the number is Linux's on x86 and Arm."""
 
 
 HOST = BufferPool()

@@ -38,11 +38,12 @@ class Collector:
         exchange: Exchange,
         *,
         number: int,
+        expected: int,
         backend: Backend,
         offload: Offload,
         announce: Callable[[Event], None],
     ) -> None:
-        """An empty collection for round ``number``."""
+        """An empty collection for round ``number``, of about ``expected`` contributions."""
         self.number = number
         self.fragment: Fragment = run.fragments[run.schedule.fragment(number)]
         self.base_version = run.schedule.version(number) - 1
@@ -50,7 +51,13 @@ class Collector:
         self.rejected: dict[str, str] = {}
         self._judged: dict[str, bytes] = {}
         """Their records. Who was rejected may publish another one while the round is open."""
-        self.fold = Fold(run.algorithm.merge, self.fragment.specs, backend, exchange.take)
+        self.fold = Fold(
+            run.algorithm.merge,
+            self.fragment.specs,
+            backend,
+            exchange.take,
+            expected=expected,
+        )
         self._run = run
         self._exchange = exchange
         self._backend = backend
@@ -86,12 +93,18 @@ class Collector:
         return sum(known) / len(known) if known else None
 
     def new(self, found: Mapping[str, bytes]) -> list[str]:
-        """The learners in ``found`` whose records were not judged yet, sorted."""
-        return sorted(
+        """The learners in ``found`` whose records were not judged yet; this node's own first.
+
+        Its own delta is in memory already, and may leave it once folded in.
+        """
+        own = self._exchange.deltas.get(self.number)
+        mine = None if own is None else own.ref.blob.learner
+        fresh = (
             learner
             for learner, raw in found.items()
             if learner not in self.accepted and self._judged.get(learner) != raw
         )
+        return sorted(fresh, key=lambda learner: (learner != mine, learner))
 
     def release(self) -> None:
         """Let go of the contributions themselves, which are merged; the records stay."""
@@ -136,7 +149,10 @@ class Collector:
             self.fragment.specs,
             self._exchange.take,
         )
-        return self.fold.add(arrays, weight, payload.squares)
+        taken = self.fold.add(arrays, weight, payload.squares)
+        if not self.fold.holds_contributions and self._exchange.deltas.get(self.number) is payload:
+            del self._exchange.deltas[self.number]
+        return taken
 
     def _reject(self, learner: str, reason: str, detail: str) -> None:
         self.rejected[learner] = reason

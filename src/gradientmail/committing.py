@@ -75,10 +75,7 @@ class Committer:
         """The outer step, written where the payloads lie. Off the loop."""
         backend, fragment, algorithm = self._backend, collector.fragment, self._run.algorithm
         merged = collector.fold.merged()
-        buffers = {"theta": fragment.theta, "outer": fragment.outer}
-        if fragment.update is not None:
-            buffers["update"] = fragment.update
-        blank = {name: (one, one.blank(self._exchange.take)) for name, one in buffers.items()}
+        blank = self._blanks(collector, state)
         out: dict[str, Mapping[str, Array]] = {
             name: arrays_over(backend, buffer, one) for name, (one, buffer) in blank.items()
         }
@@ -93,6 +90,37 @@ class Committer:
             take=self._exchange.take,
         )
         return Blanks(blank, merged.cosine)
+
+    def _blanks(
+        self, collector: Collector, state: Held
+    ) -> dict[str, tuple[PayloadLayout, memoryview]]:
+        """Where the commit is written: over what it uses up, if nobody else looks at that.
+
+        The step goes element by element and has read what it writes over. Should the commit fail,
+        the round is made again from what the mailbox has.
+        """
+        fragment, take = collector.fragment, self._exchange.take
+        used = {"outer": state.outer, "theta": self._exchange.deltas.get(collector.number)}
+        blanks: dict[str, tuple[PayloadLayout, memoryview]] = {}
+        for name, payload_layout in (("theta", fragment.theta), ("outer", fragment.outer)):
+            old = used[name]
+            if old is not None and self._reusable(old, payload_layout, collector):
+                self._exchange.forget(old)
+                blanks[name] = (payload_layout, old.buffer)
+            else:
+                blanks[name] = (payload_layout, payload_layout.blank(take))
+        if fragment.update is not None:
+            blanks["update"] = (fragment.update, fragment.update.blank(take))
+        return blanks
+
+    def _reusable(self, old: Payload, new: PayloadLayout, collector: Collector) -> bool:
+        """Whether the step may write over ``old``: its own form, nobody else's, used last there.
+
+        A commit with an update writes theta after the step, and a final one momentum before.
+        """
+        fragment = collector.fragment
+        plain = fragment.update is None and not collector.all_final
+        return plain and old.sole and old.slots == new.slots
 
     def _arrays(self, state: Held) -> FragmentState:
         outer = {} if state.outer is None else payload_arrays(self._backend, state.outer)

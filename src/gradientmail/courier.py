@@ -15,6 +15,7 @@ from gradientmail.exchange.exchange import Exchange, Payload, Sealed
 from gradientmail.exchange.payload import sha256_hex
 from gradientmail.exchange.records import RoundRecord, SnapshotRecord, Update
 from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
+from gradientmail.joining import rounds_held
 from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
 from gradientmail.watch import Signal, Watch
 
@@ -39,7 +40,7 @@ class Courier:
         offload: Offload,
         announce: Callable[[Event], None],
     ) -> None:
-        """``versions`` are what the model holds at ``watch.next_round − 1``."""
+        """``versions`` are what the model holds."""
         self._run = run
         self._exchange = exchange
         self._watch = watch
@@ -51,7 +52,7 @@ class Courier:
         self._clock = clock
         self._offload = offload
         self._announce = announce
-        self._posted = watch.next_round - 1
+        self._posted = rounds_held(versions)
         self._last_published = -1
         self.woken = Signal()
         self.silent = False
@@ -125,7 +126,6 @@ class Courier:
         if self._watch.next_round > outgoing.round:  # closed meanwhile; nobody will look for it
             await self._exchange.delete((payload.ref.key,))
             return
-        self._exchange.deltas[outgoing.round] = payload
         record = SnapshotRecord(
             learner=self._learner,
             round=outgoing.round,
@@ -148,6 +148,9 @@ class Courier:
             # It counts nothing, so that the round may wait for ever for a contribution.
             await self._exchange.delete((record.key,))
             data = record.to_bytes()
+        if self._watch.next_round <= outgoing.round:
+            # Only now: the syncer may write over it, and nothing is uploaded again from here on.
+            self._exchange.deltas[outgoing.round] = payload
         if data is not None:
             self._watch.found_snapshot(outgoing.round, self._learner, data)
         self._watch.hurry(4)
@@ -186,6 +189,8 @@ class Courier:
     async def _prepare_blank(self) -> None:
         """Have a warm buffer ready for the next snapshot, so that ``step`` only copies."""
         number = max(self._last_published + 1, self._watch.next_round)
+        if number >= self._watch.next_round + self._run.algorithm.in_flight:
+            return  # it waits for a commit, and so does the memory
         fragment = self._run.schedule.fragment(number)
         blanks = self._handoff.blanks
         if fragment in blanks:

@@ -87,8 +87,11 @@ async def newest_versions(
 ) -> list[Version]:
     """The newest committed version of every fragment, and ``progress`` at the newest record.
 
+    A run may commit faster than this node can fetch, and sweep what it was about to. What it has
+    got counts then, though a newer version exists: ``rounds_held`` tells how new they are together.
     Raises ``PayloadCorrupt`` naming the key.
     """
+    versions: dict[int, Version] = {}
     limit = asyncio.Semaphore(4)
 
     async def fetch(fragment: Fragment) -> Version | None:
@@ -104,22 +107,27 @@ async def newest_versions(
     while True:
         await progress.catch_up()
         before = progress.next_round
-        found = await asyncio.gather(
-            *(fetch(fragment) for fragment in run.fragments), return_exceptions=True
-        )
-        for result in found:
+        wanted = [one for one in run.fragments if one.index not in versions]
+        found = await asyncio.gather(*map(fetch, wanted), return_exceptions=True)
+        for fragment, result in zip(wanted, found, strict=True):
             if isinstance(result, BaseException):
                 raise result
-        versions = [result for result in found if isinstance(result, Version)]
+            if result is not None:
+                versions[fragment.index] = result
         if len(versions) == len(run.fragments):
-            return versions
+            return [versions[fragment.index] for fragment in run.fragments]
         # A payload that is gone was swept, because newer versions exist; unless none does.
         await progress.catch_up()
         if progress.next_round == before:
-            missing = next(i for i, result in enumerate(found) if result is None)
+            missing = next(one.index for one in wanted if one.index not in versions)
             record = progress.newest(missing)
             ref = run.manifest.init[missing] if record is None else record.theta
             raise PayloadCorrupt(f"{ref.key} is missing from the mailbox; the run cannot be read")
+
+
+def rounds_held(versions: Sequence[Version]) -> int:
+    """The newest round of which these versions, one a fragment, hold all that came up to it."""
+    return min(one.number * len(versions) + p for p, one in enumerate(versions)) - 1
 
 
 async def read_newest(
@@ -136,4 +144,4 @@ async def read_newest(
     check_schema(run, schema)
     progress = Progress(exchange, len(run.fragments))
     versions = await newest_versions(run, exchange, progress, backend)
-    return progress.next_round - 1, versions
+    return rounds_held(versions), versions

@@ -29,7 +29,7 @@ from gradientmail.exchange.exchange import Exchange, Payload
 from gradientmail.exchange.lease import Lease
 from gradientmail.exchange.records import Manifest, Ref
 from gradientmail.handoff import Handoff, Version
-from gradientmail.joining import create_run, find_run, newest_versions
+from gradientmail.joining import create_run, find_run, newest_versions, rounds_held
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.mailbox.retrying import RetryingMailbox
 from gradientmail.run import Fragment, Run, check_algorithm, check_schema, fragments_of, read_run
@@ -77,6 +77,8 @@ class Node:
             retrying, offload=offload, take=take, compressed=settings.compressed
         )
         self._lease = Lease(retrying, settings.learner, f"{random.getrandbits(64):016x}")
+        self.rounds_seen = -1
+        """The round that the model holds when it has joined, −1 for a fresh run."""
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
@@ -149,6 +151,7 @@ class Node:
             announce=self._announce,
         )
         versions = await newest_versions(run, self.exchange, self.watch.progress, backend)
+        self.rounds_seen = rounds_held(versions)
         self._created = []
         await self.watch.refresh_leases()
         return run, versions
@@ -190,16 +193,11 @@ class Node:
         )
         self._handoff.takeover_seconds = self.watch.takeover_seconds()
         self._handoff.live = len(self.watch.live)
-        self._announce(Joined(learner=self.settings.learner, rounds_seen=self.watch.next_round - 1))
+        self._announce(Joined(learner=self.settings.learner, rounds_seen=self.rounds_seen))
         self._start(self.watch.run())
         self._start(self.courier.run())
         self._closing = self._start(self.syncer.run())
         return self.courier
-
-    @property
-    def rounds_seen(self) -> int:
-        """The newest committed round that this node knows of, −1 for none."""
-        return -1 if self.watch is None else self.watch.next_round - 1
 
     # Leaving
 

@@ -171,6 +171,7 @@ class Syncer:
                 self._run,
                 self._exchange,
                 number=number,
+                expected=max(self._run.algorithm.quorum_size, len(self._watch.live)),
                 backend=self._backend,
                 offload=self._offload,
                 announce=self._announce,
@@ -205,6 +206,8 @@ class Syncer:
         """
         began = self._clock.now()
         number = closing.collector.number
+        # Whatever becomes of this attempt, the old state is used up by it.
+        self._held.pop(closing.collector.fragment.index, None)
         blanks = await self._committer.merge(closing.collector, state)
         enough = asyncio.Event()
         early = asyncio.ensure_future(self._fill(number + 1, enough))

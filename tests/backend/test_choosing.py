@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from gradientmail.backend import backend_for
-from gradientmail.backend.torch import TorchBackend, pinned_memory
+from gradientmail.backend.cuda_copies import pinned_memory
+from gradientmail.backend.torch import TorchBackend
 
 
 class Own(nn.Sequential):
@@ -38,13 +39,13 @@ def test_pinned_memory_lives_as_long_as_its_views(monkeypatch: pytest.MonkeyPatc
         return empty(size, dtype=dtype, device=device)
 
     monkeypatch.setattr(torch, "empty", pinned)
-    views = [pinned_memory(5_000_000)[10:30] for _ in range(4)]
+    views = [pinned_memory(torch, 5_000_000)[10:30] for _ in range(4)]
     for index, view in enumerate(views):
         view[:] = bytes([index]) * 20
     assert [bytes(view) for view in views] == [bytes([index]) * 20 for index in range(4)]
     assert (views[0].format, views[0].readonly) == ("B", False)
     assert asked == [(5_000_000, True)] * 4
-    assert pinned_memory(0).nbytes == 1
+    assert pinned_memory(torch, 0).nbytes == 1
 
 
 def run_python(code: str) -> str:

@@ -6,12 +6,14 @@ from collections.abc import Awaitable, Callable
 from typing import Literal
 
 import pytest
+import torch
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.errors import LearnerReplaced
 from gradientmail.events import LeaseLost, RunCreated
 from gradientmail.mailbox.wrapped import Call
 from gradientmail.testing.faults import CountingMailbox
+from gradientmail.testing.simulated import Connection
 from gradientmail.testing.virtual_time import run_virtual
 from gradientmail.testing.world import train_together
 from tests.node.history import check_history, check_settled, leftovers, manifest, newest
@@ -200,6 +202,46 @@ def test_a_node_a_thousand_rounds_behind_catches_up_with_few_requests() -> None:
         assert archive.rounds() > 1000
 
     run_virtual(main, limit_seconds=500)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_node_joins_a_run_that_commits_faster_than_it_can_fetch(seed: int) -> None:
+    """It downloads four fragments at a time; the payloads of the others are swept meanwhile."""
+
+    class Wide(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for number in range(9):
+                self.register_parameter(f"p{number}", torch.nn.Parameter(torch.zeros(4000)))
+
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=9, fragments=9, in_flight=2), seed=seed)
+        fast = world.node("fast", model=Wide(), step_seconds=0.1, poll=0.02)
+        await fast.join()
+        training = asyncio.ensure_future(train_until(fast, lambda: joined.is_set()))
+        joined = asyncio.Event()
+        await asyncio.sleep(5)
+        slow = world.node(
+            "slow",
+            model=Wide(),
+            step_seconds=0.5,
+            # A payload takes about as long as the 2P + 1 rounds for which it is kept.
+            connection=Connection(0.01, 0.01, bytes_per_second=8000),
+        )
+        await slow.join()
+        assert slow.learner.rounds_seen < world.archive.rounds() - 1
+        behind = slow.learner.rounds_seen
+        joined.set()
+        await training
+        await fast.close()
+        slow.mailbox.connection = Connection()  # type: ignore[attr-defined]
+        await slow.train(60)
+        await slow.close()
+        assert slow.learner.rounds_seen > behind
+        check_history(world.archive)
+        check_settled(world.archive, slow)
+
+    run_virtual(main, limit_seconds=3000)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -69,7 +69,8 @@ class Fold:
     """The contributions to one round of one fragment, folded into one delta as they arrive.
 
     The first two are kept as they came, and their merge is a combination of their own arrays. A
-    third moves all into two accumulators, so memory does not grow with the number that follow.
+    third moves all into two accumulators, so memory does not grow with the number that follow; when
+    more than two are expected, already the first one goes there.
     Not safe to use from several threads at once.
     """
 
@@ -79,8 +80,10 @@ class Fold:
         specs: Sequence[TensorSpec],
         backend: Backend,
         take: Take,
+        *,
+        expected: int = 2,
     ) -> None:
-        """Fold contributions to the tensors ``specs``, in buffers of ``take`` where needed."""
+        """Fold about ``expected`` contributions to ``specs``, in buffers of ``take``."""
         self._specs = tuple(specs)
         self._backend = backend
         self._take = take
@@ -88,6 +91,7 @@ class Fold:
         self._kept: list[_Contribution] = []
         self._dots: dict[str, float] = {}
         self._sums: _Sums | None = None
+        self._keep = 2 if expected <= 2 else 0
         self.count = 0
 
     def add(
@@ -114,12 +118,12 @@ class Fold:
         if not all(map(math.isfinite, squares.values())):
             return False
         new = _Contribution(arrays, weight, {name: math.sqrt(s) for name, s in squares.items()})
-        if self.count == 1:
+        if self.count < self._keep and self._kept:
             first = self._kept[0].arrays
             self._dots = dots or {
                 name: self._backend.dot(first[name], arrays[name]) for name in squares
             }
-        if self.count < 2:
+        if self.count < self._keep:
             self._kept.append(new)
         else:
             self._sum_up(new)
@@ -129,7 +133,7 @@ class Fold:
     def _measure(self, arrays: Mapping[str, Array]) -> tuple[dict[str, float], dict[str, float]]:
         """Sums of squares, and the dot products that only the second contribution needs."""
         names = [spec.name for spec in self._specs]
-        if self.count != 1:
+        if not (self._kept and self.count < self._keep):
             return {name: self._backend.sum_of_squares(arrays[name]) for name in names}, {}
         first = self._kept[0].arrays
         both = {name: self._backend.dot_squares(first[name], arrays[name]) for name in names}
@@ -137,6 +141,11 @@ class Fold:
             {name: square for name, (_, square) in both.items()},
             {name: dot for name, (dot, _) in both.items()},
         )
+
+    @property
+    def holds_contributions(self) -> bool:
+        """Whether arrays that were added are still needed."""
+        return bool(self._kept)
 
     def merged(self) -> Merged:
         """The merge of what was added so far; ``ValueError`` when that is nothing."""
@@ -243,6 +252,8 @@ class _Sums:
     def merged(self, count: int) -> Merged:
         deltas = {spec.name: self._combination(spec.name, count) for spec in self._specs}
         square = math.fsum(map(self._backend.sum_of_squares, self._units.values()))
+        if count < 2:
+            return Merged(deltas, None)
         cosine = (square - self._nonzero) / (count * (count - 1))
         return Merged(deltas, min(max(cosine, -1.0), 1.0))
 

@@ -145,7 +145,8 @@ class Backend(ABC):
         """``m' = β·m + Δ`` and ``master' = master − lr·(Δ + β·m')``, in fp32, in one pass.
 
         ``momentum=None`` is zero. ``master`` may be F32, F16 or BF16 (read as fp32); the outputs
-        are F32 and distinct from the inputs.
+        are F32; each may be its own input (``new_momentum`` ``momentum``, ``new_master`` an F32
+        ``master``), and shares no memory with another one.
         """
 
     @abstractmethod

@@ -14,6 +14,7 @@ Order is kept by streams and events, never by waiting for the device on the trai
 ``torch.cuda`` is an argument: a test may pass one that records what is asked of it.
 """
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -78,3 +79,11 @@ class DeviceCopies:
         """Keep the allocator from handing out these tensors' memory while ``stream`` reads it."""
         for tensor in tensors:
             tensor.record_stream(stream)
+
+
+def pinned_memory(torch: Any, nbytes: int) -> memoryview:
+    """Fresh host memory that a CUDA device copies from and to by itself."""
+    block = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu", pin_memory=True)
+    memory: Any = (ctypes.c_ubyte * block.numel()).from_address(block.data_ptr())
+    memory.block = block  # the view keeps the ctypes array alive, and that the tensor
+    return memoryview(memory).cast("B")

@@ -1,17 +1,16 @@
 """PyTorch: its models, and the arithmetic over host memory in it. The only file that imports torch.
 
-The arithmetic runs in chunks of ``CHUNK`` elements: three or four of them stay in the second-level
-cache, and PyTorch runs an operation over fewer than 32,768 elements on the calling thread, so no
-process-wide thread count has to be touched.
+The arithmetic runs in chunks of ``CHUNK`` elements. Several of them stay in the second-level cache,
+and under 32,768 elements PyTorch stays on the calling thread, whatever its number of threads.
 """
 
-import ctypes
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
 
 from gradientmail.backend.base import Backend, Combination, fp32_factors
+from gradientmail.backend.cuda_copies import pinned_memory
 from gradientmail.backend.torch_model import TorchParameters, named_parameters
 from gradientmail.buffers import HOST, BufferPool
 from gradientmail.errors import MissingExtra
@@ -27,8 +26,7 @@ CHUNK = 31 * 1024
 
 ROW = 256
 """Elements of a large tensor that are summed in fp32 before the sum goes on in float64. The error
-of the whole is some 1e-10 where rounding is even, and 3e-8 for values of a few bits, whose sums
-round one way."""
+of the whole is some 1e-10, and 3e-8 for values of a few bits, whose sums all round one way."""
 
 ROWS_FROM = 2**20
 """Tensors of fewer elements are summed in float64 throughout."""
@@ -73,7 +71,7 @@ class TorchBackend(Backend):
             raise ValueError("the model has no trainable parameter: none has requires_grad=True")
         parameters = TorchParameters(torch, found)
         if self._pinned is None and any(p.device.type == "cuda" for p in found.values()):
-            self._pinned = BufferPool(allocate=pinned_memory)
+            self._pinned = BufferPool(allocate=partial(pinned_memory, torch))
         return parameters
 
     def pool(self) -> BufferPool:
@@ -115,11 +113,8 @@ class TorchBackend(Backend):
         """``subtract`` and ``sum_of_squares`` of the result, piece by piece in the cache."""
         if out.numel() < ROWS_FROM:
             return super().subtract_squares(left, right, out)
-        first, sums = _scratch(out), _RowSums(out)
-        for x, y, o in _chunks(left, right, out):
-            _elementwise(torch.sub, x, y, o)
-            piece = _fp32(o, first)
-            sums.add(piece, piece)
+        sums = _RowSums(out)
+        _elementwise(torch.sub, left, right, out, sums)
         total = sums.total()
         return _exact_dot(out, out) if total is None else total
 
@@ -190,14 +185,6 @@ class TorchBackend(Backend):
         _CODECS[dtype][1](data, out, scale)
 
 
-def pinned_memory(nbytes: int) -> memoryview:
-    """Fresh host memory that a CUDA device copies from and to by itself."""
-    block = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu", pin_memory=True)
-    memory: Any = (ctypes.c_ubyte * block.numel()).from_address(block.data_ptr())
-    memory.block = block  # the view keeps the ctypes array alive, and that the tensor
-    return memoryview(memory).cast("B")
-
-
 def _chunks(*arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Flat pieces of contiguous arrays of one size, in step."""
     if not arrays[0].numel():
@@ -220,18 +207,25 @@ def _fp32(x: Tensor, scratch: Tensor) -> Tensor:
 
 
 def _elementwise(
-    operation: Callable[..., Tensor], left: Tensor, right: Tensor, out: Tensor
+    operation: Callable[..., Tensor],
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    squares: "_RowSums | None" = None,
 ) -> None:
-    """``operation`` in fp32, rounded once. PyTorch does just that itself when all dtypes agree."""
+    """``operation`` in fp32, rounded once; ``squares`` takes in the squares of what was written."""
     one_dtype = left.dtype == right.dtype == out.dtype
     first, second = _scratch(out), _scratch(out)
     for x, y, o in _chunks(left, right, out):
-        if one_dtype:
+        if one_dtype:  # then PyTorch itself computes in fp32 and rounds once
             operation(x, y, out=o)
         elif o.dtype == torch.float32:
             operation(_fp32(x, first), _fp32(y, second), out=o)
         else:
             o.copy_(operation(_fp32(x, first), _fp32(y, second), out=first[: o.numel()]))
+        if squares:
+            written = _fp32(o, first)
+            squares.add(written, written)
 
 
 def _factors(scale: float) -> list[Tensor]:
@@ -297,9 +291,8 @@ def _exact_dot(x: Tensor, y: Tensor) -> float:
     return total
 
 
-def _convert(source: Tensor, target: Tensor, scale: Tensor | None) -> None:
+def _convert(source: Tensor, target: Tensor, _scale: Tensor | None) -> None:
     """F32, F16 and BF16, either way."""
-    del scale
     for x, out in _chunks(source, target):
         out.copy_(x)
 

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Buffer, Callable, Iterable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
+from gradientmail.buffers import Shown
 from gradientmail.clock import Offload
 from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.exchange import compression, layout
@@ -26,7 +27,7 @@ ZSTD = ".safetensors.zst"
 class Payload:
     """A stored payload in memory: its ref, its uncompressed bytes, where its tensors lie."""
 
-    __slots__ = ("__weakref__", "buffer", "ref", "slots", "squares")
+    __slots__ = ("__weakref__", "buffer", "ref", "slots", "sole", "squares")
 
     def __init__(self, ref: Ref, buffer: memoryview, slots: Mapping[str, Slot]) -> None:
         self.ref = ref
@@ -34,6 +35,8 @@ class Payload:
         self.slots = slots
         self.squares: Mapping[str, float] | None = None
         """``Σ x²`` of each tensor, if whoever made the payload has computed it."""
+        self.sole = False
+        """Whether the buffer is this process's own and its store has kept no view of it."""
 
     def data(self, name: str) -> memoryview:
         """The bytes of one tensor."""
@@ -90,14 +93,21 @@ class Exchange:
 
     async def store(self, sealed: Sealed) -> Payload:
         """Put the payload. Its key holds its hash, so that finding it there is success too."""
-        await self.mailbox.put_if_absent(sealed.ref.key, sealed.stored.toreadonly())
-        return self.hold(sealed.ref, sealed.buffer, sealed.layout)
+        shown = Shown(sealed.stored)
+        await self.mailbox.put_if_absent(sealed.ref.key, memoryview(shown))
+        payload = self.hold(sealed.ref, sealed.buffer, sealed.layout)
+        payload.sole = shown.ended
+        return payload
 
     def hold(self, ref: Ref, buffer: memoryview, payload_layout: PayloadLayout) -> Payload:
         """Remember a payload that was made here instead of fetched."""
         payload = Payload(ref, buffer, payload_layout.slots)
         self._held[ref.key] = payload
         return payload
+
+    def forget(self, payload: Payload) -> None:
+        """Hand it out no more: its buffer will be written over."""
+        self._held.pop(payload.ref.key, None)
 
     def held(self, ref: Ref) -> Payload | None:
         """The payload, if somebody in this process holds it."""
