@@ -284,7 +284,7 @@ class Syncer:
         self._commits_in_a_row += 1
         try:
             await self._exchange.delete(keys)
-            if self._watch.late_snapshots or self._commits_in_a_row % fragments == 0:
+            if self._watch.late_snapshots or self._commits_in_a_row % (4 * fragments) == 0:
                 await sweep_thoroughly(self._exchange, number, fragments)
         except Exception as error:
             self._announce(TaskFailed(task="sweep", error=repr(error), round=number))

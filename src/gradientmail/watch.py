@@ -190,8 +190,8 @@ class Watch:
             self.found_snapshot(number, learner, record)
 
     def _lease_cadence(self) -> float:
-        """About once a round, not more often than polls and twice as often as beats."""
-        usual = self._round_seconds or 2 * self.poll_interval
+        """About once in two rounds, not more often than polls and twice as often as beats."""
+        usual = 2 * (self._round_seconds or self.poll_interval)
         return min(max(usual, self.poll_interval), self._lease_every / 2)
 
     def _snapshots_cadence(self, missing: int) -> float:

@@ -80,8 +80,7 @@ def check(merge: Rda | WeightedMean, contributions: list[Arrays], weights: list[
     if expected_cos is None:
         assert merged.cosine is None
     else:
-        tolerance = 1e-12 if len(weights) == 2 else 1e-6
-        assert merged.cosine == pytest.approx(expected_cos, abs=tolerance)
+        assert merged.cosine == pytest.approx(expected_cos, abs=1e-6)
 
 
 def random_contributions(

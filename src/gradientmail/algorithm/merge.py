@@ -35,6 +35,9 @@ NOISE = 2.0**-23
 WEIGHTS = (1e-100, 1e100)
 """The least and the largest weight; ``tokens² / steps`` of 64-bit counts lies well within."""
 
+LARGE = 2**20
+"""Elements from which on the cosine takes a tensor's float64 sums instead of fp32 ones."""
+
 CANCELLING = 0.5
 """Below this share of the largest possible ``‖S‖`` its square is not taken from a dot product."""
 
@@ -153,16 +156,38 @@ class Fold:
             raise ValueError("there is no contribution to merge")
         if self._sums is not None:
             return self._sums.merged(self.count)
-        names = [spec.name for spec in self._specs]
         total = sum(kept.weight for kept in self._kept)
         shares = [kept.weight / total for kept in self._kept]
         deltas = {spec.name: self._combination(spec, shares) for spec in self._specs}
         if self.count == 1:
             return Merged(deltas, None)
-        squares = [math.fsum(kept.norms[name] ** 2 for name in names) for kept in self._kept]
+        return Merged(deltas, self._pair_cosine())
+
+    def _pair_cosine(self) -> float:
+        """The cosine of the two contributions, 0 if one is zero.
+
+        As the published version has it, to the last bit for small tensors: a tensor's products are
+        summed in fp32, and the tensors' sums in float64.
+        """
+        first, second = self._kept
+        dot = self._over_tensors(first, second, self._dots)
+        squares = [
+            self._over_tensors(kept, kept, {n: norm**2 for n, norm in kept.norms.items()})
+            for kept in self._kept
+        ]
         length = math.sqrt(squares[0]) * math.sqrt(squares[1])
-        cosine = math.fsum(self._dots.values()) / length if length else 0.0
-        return Merged(deltas, min(max(cosine, -1.0), 1.0))
+        return min(max(dot / length, -1.0), 1.0) if length else 0.0
+
+    def _over_tensors(
+        self, x: _Contribution, y: _Contribution, exact: Mapping[str, float]
+    ) -> float:
+        """``Σ x·y`` over all tensors; ``exact`` has each one's, which serves for large ones."""
+        return sum(
+            exact[spec.name]
+            if spec.count >= LARGE
+            else self._backend.sum_of_products(x.arrays[spec.name], y.arrays[spec.name])
+            for spec in self._specs
+        )
 
     def _sum_up(self, new: _Contribution) -> None:
         if self._sums is None:

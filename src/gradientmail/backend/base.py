@@ -102,6 +102,10 @@ class Backend(ABC):
     def dot(self, x: Array, y: Array) -> float:
         """``Σ x·y`` in float64 of two F32, F16 or BF16 arrays with finite elements."""
 
+    def sum_of_products(self, x: Array, y: Array) -> float:
+        """``Σ x·y``, each product and the sum in fp32 where that is in range: for statistics."""
+        return self.dot(x, y)
+
     def subtract_squares(self, left: Array, right: Array, out: Array) -> float:
         """``subtract``, and ``sum_of_squares`` of what it wrote; possibly in one pass."""
         self.subtract(left, right, out)

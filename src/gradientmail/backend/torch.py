@@ -21,6 +21,7 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtra("torch", "torch") from error
 
+BLOCK = 32  # elements of an F4 tensor that share a scale
 CHUNK = 31 * 1024
 """Elements worked on at a time: under PyTorch's 32,768, whole F4 blocks, whole rows of ``ROW``."""
 
@@ -30,9 +31,6 @@ of the whole is some 1e-10, and 3e-8 for values of a few bits, whose sums all ro
 
 ROWS_FROM = 2**20
 """Tensors of fewer elements are summed in float64 throughout."""
-
-BLOCK = 32
-"""Elements of an F4 tensor that share a scale."""
 
 _DTYPES = {
     "F32": torch.float32,
@@ -59,10 +57,9 @@ class TorchBackend(Backend):
         self._pinned: BufferPool | None = None
 
     def bind(self, model: object) -> "TorchParameters":
-        """The trainable parameters of a ``torch.nn.Module``, of F32, F16 or BF16.
+        """The trainable F32, F16 and BF16 parameters of a ``torch.nn.Module``.
 
-        ``TypeError`` for another object; ``ValueError`` naming a parameter that cannot be
-        exchanged, or for a model without a trainable one.
+        ``TypeError`` for another object, ``ValueError`` naming what cannot be exchanged.
         """
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"a model is a torch.nn.Module, not a {type(model).__qualname__}")
@@ -108,6 +105,12 @@ class TorchBackend(Backend):
             sums.add(left, left if x is y else _fp32(b, second))
         total = sums.total()
         return _exact_dot(x, y) if total is None else total
+
+    def sum_of_products(self, x: Tensor, y: Tensor) -> float:
+        """``Σ x·y`` in fp32, in PyTorch's own order; ``dot`` when that could lose digits."""
+        total = float((x.float() * y.float()).sum())
+        in_range = math.isfinite(total) and abs(total) > 1e-28 * x.numel()
+        return total if in_range else self.dot(x, y)
 
     def subtract_squares(self, left: Tensor, right: Tensor, out: Tensor) -> float:
         """``subtract`` and ``sum_of_squares`` of the result, piece by piece in the cache."""

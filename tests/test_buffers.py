@@ -1,0 +1,190 @@
+"""Pooled memory: never handed out while somebody looks at it, handed out again afterwards."""
+
+import ctypes
+import gc
+import threading
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from gradientmail.buffers import PAGE, SMALL, BufferPool, Shown
+
+BIG = 2 * SMALL
+
+
+def special(nbytes: int) -> memoryview:
+    """What a backend would allocate, pinned memory for example."""
+    return memoryview(bytearray(nbytes))
+
+
+POOLS: list[Callable[[], BufferPool]] = [BufferPool, lambda: BufferPool(allocate=special)]
+each_pool = pytest.mark.parametrize("make", POOLS, ids=["host", "special"])
+
+
+def address(view: memoryview) -> int:
+    """Where a writable view lies."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+@each_pool
+@pytest.mark.parametrize("nbytes", [0, 1, 100, SMALL - 1, SMALL, SMALL + 1, PAGE * 50 + 7])
+def test_a_buffer_has_the_size_asked_for_and_can_be_written(
+    make: Callable[[], BufferPool], nbytes: int
+) -> None:
+    view = make().take(nbytes)
+    assert view.nbytes == nbytes
+    assert not view.readonly
+    assert view.format == "B"
+    assert view.c_contiguous
+    view[:] = bytes([7]) * nbytes
+    assert bytes(view) == bytes([7]) * nbytes
+
+
+@each_pool
+def test_memory_is_used_again_when_the_last_view_is_gone(make: Callable[[], BufferPool]) -> None:
+    pool = make()
+    view = pool.take(BIG)
+    where = address(view)
+    part = view[100:200]
+    tensor = torch.frombuffer(part, dtype=torch.uint8)
+    readonly = view.toreadonly()
+    for drop in ("view", "part", "readonly", "tensor"):
+        other = pool.take(BIG)
+        assert address(other) != where, f"handed out before {drop} was dropped"
+        del other
+        if drop == "view":
+            del view
+        elif drop == "part":
+            del part
+        elif drop == "readonly":
+            del readonly
+        else:
+            del tensor
+    gc.collect()
+    found = {address(one) for one in [pool.take(BIG) for _ in range(4)]}
+    assert where in found
+
+
+@each_pool
+@pytest.mark.parametrize("seed", range(5))
+def test_buffers_in_use_never_overlap(make: Callable[[], BufferPool], seed: int) -> None:
+    print(f"seed {seed}")
+    random, pool = Random(seed), make()
+    held: dict[int, tuple[memoryview, bytes]] = {}
+    for number in range(300):
+        if held and random.random() < 0.45:
+            view, fill = held.pop(random.choice(list(held)))
+            assert bytes(view[:8]) == fill
+            assert bytes(view[-8:]) == fill
+            del view
+            continue
+        nbytes = random.choice([random.randrange(8, BIG * 4), BIG, PAGE * 40])
+        view, fill = pool.take(nbytes), number.to_bytes(8, "little")
+        view[:8] = fill
+        view[-8:] = fill
+        held[number] = (view, fill)
+    spans = sorted((address(view), view.nbytes) for view, _ in held.values())
+    for (start, nbytes), (following, _) in zip(spans, spans[1:], strict=False):
+        assert start + nbytes <= following
+    for view, fill in held.values():
+        assert bytes(view[:8]) == fill
+        assert bytes(view[-8:]) == fill
+
+
+@each_pool
+def test_buffers_in_a_cycle_that_the_collector_breaks_do_no_harm(
+    make: Callable[[], BufferPool],
+) -> None:
+    """As tracebacks and cancelled tasks make them. Once this left released views in the pool."""
+    pool = make()
+    gc.disable()
+    try:
+        for round_ in range(40):
+            cycle: list[Any] = [pool.take(BIG)[5:]]
+            cycle += [cycle[0][1:3], torch.frombuffer(cycle[0], dtype=torch.uint8), cycle]
+            del cycle
+            if round_ % 3 == 0:
+                gc.collect()
+            view = pool.take(BIG)
+            view[0] = 1
+            del view
+        gc.collect()
+        first, second = pool.take(BIG), pool.take(BIG)
+        first[:], second[:] = b"\1" * BIG, b"\2" * BIG
+        assert bytes(first) == b"\1" * BIG
+    finally:
+        gc.enable()
+
+
+@each_pool
+def test_a_buffer_outlives_its_pool(make: Callable[[], BufferPool]) -> None:
+    view = make().take(BIG)
+    gc.collect()
+    view[:] = b"x" * BIG
+    assert bytes(view) == b"x" * BIG
+    del view
+    gc.collect()
+
+
+@each_pool
+def test_a_pool_in_a_cycle_with_its_buffers_ends(make: Callable[[], BufferPool]) -> None:
+    for _ in range(20):
+        cycle: list[Any] = [make()]
+        cycle += [cycle[0].take(BIG), cycle]
+        del cycle
+        gc.collect()
+
+
+@each_pool
+def test_several_threads_at_once(make: Callable[[], BufferPool]) -> None:
+    pool, errors = make(), []
+
+    def work(mark: int) -> None:
+        random = Random(mark)
+        for _ in range(150):
+            views = [pool.take(random.randrange(1, 3) * BIG + random.randrange(PAGE)) for _ in "ab"]
+            for view in views:
+                view[:16] = bytes([mark]) * 16
+                view[-16:] = bytes([mark]) * 16
+            for view in views:
+                if bytes(view[:16]) + bytes(view[-16:]) != bytes([mark]) * 32:
+                    errors.append(mark)
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_the_pool_does_not_grow_while_sizes_recur() -> None:
+    calls: list[int] = []
+
+    def allocate(nbytes: int) -> memoryview:
+        calls.append(nbytes)
+        return special(nbytes)
+
+    pool = BufferPool(allocate=allocate)
+    for _ in range(50):
+        views = [pool.take(nbytes) for nbytes in (BIG, 3 * BIG, BIG)]
+        del views
+    assert len(calls) == 3
+
+
+def test_what_is_shown_is_read_only_and_known_to_end() -> None:
+    memory = memoryview(bytearray(b"hello"))
+    shown = Shown(memory)
+    view = memoryview(shown)
+    part = view[1:3]
+    assert view.readonly
+    assert bytes(part) == b"el"
+    assert not shown.ended
+    del view
+    assert not shown.ended
+    del part
+    assert shown.ended
+    memory[0] = 0  # the owner's own view is as it was

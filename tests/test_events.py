@@ -1,0 +1,197 @@
+"""Events: each a frozen value and a plain sentence; callbacks cannot hurt each other."""
+
+import logging
+from dataclasses import FrozenInstanceError, fields, is_dataclass
+
+import pytest
+
+from gradientmail import events
+from gradientmail.events import (
+    Announcer,
+    Closed,
+    Contribution,
+    Event,
+    GaveUp,
+    LearnerLost,
+    RoundClaimed,
+    RoundCommitted,
+    TookOver,
+    log_events,
+)
+
+COMMITTED = RoundCommitted(
+    round=7,
+    fragment=1,
+    version=4,
+    contributions=(
+        Contribution(learner="a", steps=4, tokens=8, weight=16.0),
+        Contribution(learner="b", steps=1, tokens=4, weight=16.0),
+    ),
+    rejected=(("c", "stale"),),
+    cosine=0.25,
+    quorum_seconds=1.5,
+    grace_seconds=0.25,
+    sync_seconds=0.125,
+)
+
+SENTENCES: list[tuple[Event, str]] = [
+    (
+        events.RunCreated(fragments=2, parameters=1234567),
+        "created the run: 1,234,567 parameters in 2 fragments",
+    ),
+    (events.Joined(learner="a", rounds_seen=-1), "a joined before the first round"),
+    (events.Joined(learner="a", rounds_seen=3), "a joined at round 3"),
+    (
+        events.SnapshotPublished(
+            round=3, fragment=0, steps=5, tokens=40, nbytes=2**21, seconds=0.5, final=False
+        ),
+        "round 3: published delta of 5 steps (2.0 MiB in 0.50 s)",
+    ),
+    (
+        events.SnapshotPublished(
+            round=3, fragment=0, steps=5, tokens=40, nbytes=2**21, seconds=0.5, final=True
+        ),
+        "round 3: published final delta of 5 steps (2.0 MiB in 0.50 s)",
+    ),
+    (RoundClaimed(round=2, claim=1), "round 2: this node closes it (claim 1)"),
+    (
+        TookOver(round=2, previous="b", reason="lease", after_seconds=3.0),
+        "round 2: takes over from b, whose lease is gone, after 3.0 s",
+    ),
+    (
+        TookOver(round=2, previous=None, reason="silence", after_seconds=3.0),
+        "round 2: takes over from its closer, which has fallen silent, after 3.0 s",
+    ),
+    (
+        events.SnapshotRejected(round=2, learner="b", reason="stale", detail="too old"),
+        "round 2: b's snapshot is rejected (stale): too old",
+    ),
+    (
+        COMMITTED,
+        "round 7: committed version 4 of fragment 1 from a 50%, b 50%, cosine 0.250 "
+        "(quorum 1.50 s, grace 0.25 s, merge and commit 0.12 s)",
+    ),
+    (
+        events.RoundSuperseded(round=2),
+        "round 2: another node committed it first; following that record",
+    ),
+    (
+        events.RoundSeen(
+            round=2, fragment=0, version=2, learners=("a", "b"), rejected=(), cosine=None
+        ),
+        "round 2: committed with a, b",
+    ),
+    (
+        events.Aligned(round=2, fragment=0, version=2, steps_replaced=3, waited_seconds=0.0),
+        "round 2: aligned with version 2 of fragment 0, replacing 3 local steps",
+    ),
+    (
+        events.LeaseRenewed(beat=4, live=("a", "b")),
+        "lease renewed (beat 4); live learners: a, b",
+    ),
+    (events.LearnerAppeared(learner="b"), "b is in the run"),
+    (LearnerLost(learner="b", left=True), "b left the run"),
+    (LearnerLost(learner="b", left=False), "b has not renewed its lease"),
+    (
+        events.LeaseLost(learner="b"),
+        "another process joined as b; this one publishes nothing more",
+    ),
+    (
+        events.StoreUnavailable(operation="get", error="timed out", retry_seconds=0.5),
+        "mailbox get failed, again in 0.5 s: timed out",
+    ),
+    (
+        events.TaskFailed(task="poll", error="ValueError()", round=4),
+        "round 4: poll failed and is repeated: ValueError()",
+    ),
+    (
+        events.TaskFailed(task="lease", error="ValueError()"),
+        "lease failed and is repeated: ValueError()",
+    ),
+    (
+        GaveUp(rounds=(3, 4), waited_seconds=150.2),
+        "nothing was committed for 150 s; leaves without round 3, 4",
+    ),
+    (Closed(learner="a", rounds_seen=9, clean=True), "a left the run at round 9"),
+    (
+        Closed(learner="a", rounds_seen=9, clean=False),
+        "a left the run without waiting at round 9",
+    ),
+]
+
+
+@pytest.mark.parametrize(("event", "sentence"), SENTENCES, ids=lambda x: type(x).__name__)
+def test_an_event_is_a_sentence(event: Event, sentence: str) -> None:
+    assert str(event) == sentence
+
+
+def test_a_long_list_of_tensors_is_cut() -> None:
+    names = tuple(f"t{i}" for i in range(7))
+    said = str(events.ParametersNotFinite(tensors=names, round=1))
+    assert "7 tensors are not finite (t0, t1, t2, t3, t4, …)" in said
+    assert "optimizer state" in said
+    assert "reset" in said
+    assert "…" not in str(events.ParametersNotFinite(tensors=names[:2], round=1))
+
+
+def every_kind() -> list[type[Event]]:
+    return [
+        kind
+        for kind in vars(events).values()
+        if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
+    ]
+
+
+def test_every_event_is_a_frozen_value_with_a_sentence_and_a_test() -> None:
+    tested = {type(event) for event, _ in SENTENCES} | {events.ParametersNotFinite}
+    assert set(every_kind()) == tested
+    for kind in every_kind():
+        assert is_dataclass(kind)
+        assert "__str__" in vars(kind)
+        assert kind.__doc__
+        assert "level" not in {field.name for field in fields(kind)}
+    with pytest.raises(FrozenInstanceError):
+        COMMITTED.round = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("event", "level"),
+    [
+        (COMMITTED, logging.INFO),
+        (TookOver(round=2, previous="b", reason="lease", after_seconds=3.0), logging.WARNING),
+        (LearnerLost(learner="b", left=False), logging.WARNING),
+        (events.ParametersNotFinite(tensors=("w",), round=1), logging.ERROR),
+        (events.LeaseLost(learner="b"), logging.ERROR),
+        (events.LeaseRenewed(beat=4, live=()), logging.DEBUG),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_an_event_is_logged_at_its_level(
+    event: Event, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="gradientmail")
+    log_events(event)
+    (record,) = caplog.records
+    assert (record.name, record.levelno, record.getMessage()) == ("gradientmail", level, str(event))
+
+
+def test_callbacks_are_called_in_order_and_one_that_raises_hurts_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls: list[tuple[str, Event]] = []
+
+    def bad(event: Event) -> None:
+        calls.append(("bad", event))
+        raise ValueError("mine")
+
+    announce = Announcer(
+        (lambda event: calls.append(("first", event)), bad, lambda e: calls.append(("last", e)))
+    )
+    first, second = RoundClaimed(round=1, claim=1), RoundClaimed(round=2, claim=1)
+    announce(first)
+    announce(second)
+    assert calls == [
+        (name, event) for event in (first, second) for name in ("first", "bad", "last")
+    ]
+    assert len(caplog.records) == 2
+    assert all("ValueError: mine" in (record.exc_text or "") for record in caplog.records)
