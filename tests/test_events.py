@@ -68,8 +68,10 @@ SENTENCES: list[tuple[Event, str]] = [
     ),
     (
         COMMITTED,
-        "round 7: committed version 4 of fragment 1 from a 50%, b 50%, cosine 0.250 "
-        "(quorum 1.50 s, grace 0.25 s, merge and commit 0.12 s)",
+        (
+            "round 7: committed version 4 of fragment 1 from a 50%, b 50%, cosine 0.250 "
+            "(quorum 1.50 s, grace 0.25 s, merge and commit 0.12 s)"
+        ),
     ),
     (
         events.RoundSuperseded(round=2),

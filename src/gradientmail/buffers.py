@@ -1,8 +1,8 @@
 """Memory that is kept and reused.
 
 Touching fresh pages costs several times what copying into warm ones does, so the large buffers of
-a node come from a pool that hands out pages it has handed out before, whatever the sizes: always
-the first gap that is large enough. A buffer goes back by itself when the last view of it is gone:
+a node come from a pool that hands out pages it has handed out before, whatever the sizes: the
+smallest gap that is large enough. A buffer goes back by itself when the last view of it is gone:
 slices, tensors over it, and a view that a store or a cancelled upload still holds all keep it out.
 Nobody returns anything by hand, so nothing can be overwritten while it is still read.
 """
@@ -11,9 +11,10 @@ import contextlib
 import mmap
 import sys
 import threading
-from bisect import insort
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from weakref import ref
 
@@ -23,52 +24,70 @@ SMALL = 2**16
 RESERVED = 2**34
 """Bytes of address space that host memory is reserved in at a time; memory only once touched."""
 KEPT = 2**26
-"""Bytes that a pool keeps warm at least; half of what is in use if that is more."""
+"""Bytes that a pool keeps warm at least; an eighth of what is in use if that is more."""
+
+
+@dataclass(slots=True)
+class _Gap:
+    """A stretch of a block that nobody uses."""
+
+    start: int
+    stop: int
+    warm: int
+    """So many of its bytes, counted from the start, may have pages."""
 
 
 class _Block:
-    """A stretch of memory with the gaps in it that nobody uses, in order, none touching another."""
+    """A stretch of memory with the gaps in it, in order, none touching another."""
 
-    __slots__ = ("gaps", "mapping", "memory", "touched")
+    __slots__ = ("gaps", "mapping", "memory")
 
     def __init__(self, memory: memoryview, mapping: mmap.mmap | None) -> None:
         self.memory = memory
         self.mapping = mapping
-        self.gaps = [(0, memory.nbytes)]
-        self.touched = 0
-        """No byte from here on has been handed out since it was last given to the system."""
+        self.gaps = [_Gap(0, memory.nbytes, 0)]
 
     def carve(self, nbytes: int) -> int | None:
-        """Take the start of the first gap of ``nbytes`` or more; its offset, None without one."""
-        for index, (start, stop) in enumerate(self.gaps):
-            if stop - start >= nbytes:
-                if stop - start == nbytes:
-                    del self.gaps[index]
-                else:
-                    self.gaps[index] = (start + nbytes, stop)
-                self.touched = max(self.touched, start + nbytes)
-                return start
-        return None
+        """Take the start of the smallest gap that is large enough; its offset, None without one."""
+        fitting = [gap for gap in self.gaps if gap.stop - gap.start >= nbytes]
+        if not fitting:
+            return None
+        gap = min(fitting, key=lambda gap: gap.stop - gap.start)
+        start = gap.start
+        gap.start += nbytes
+        gap.warm = max(gap.warm - nbytes, 0)
+        if gap.start == gap.stop:
+            self.gaps.remove(gap)
+        return start
 
     def mend(self, start: int, stop: int) -> None:
         """Put a stretch back, joined with the gaps that it touches."""
-        insort(self.gaps, (start, stop))
-        index = self.gaps.index((start, stop))
-        if index + 1 < len(self.gaps) and self.gaps[index + 1][0] == stop:
-            stop = self.gaps.pop(index + 1)[1]
-        if index and self.gaps[index - 1][1] == start:
-            start = self.gaps.pop(index - 1)[0]
-            index -= 1
-        self.gaps[index] = (start, stop)
+        index = bisect(self.gaps, start, key=lambda gap: gap.start)
+        gap = _Gap(start, stop, stop - start)
+        self.gaps.insert(index, gap)
+        if index + 1 < len(self.gaps) and self.gaps[index + 1].start == stop:
+            after = self.gaps.pop(index + 1)
+            gap.stop, gap.warm = after.stop, gap.warm + after.warm
+        if index and self.gaps[index - 1].stop == start:
+            before = self.gaps[index - 1]
+            # Cold bytes of the one before now lie between warm ones: they count as warm.
+            before.warm = start - before.start + gap.warm
+            before.stop = gap.stop
+            del self.gaps[index]
 
     def trim(self, keep: int) -> None:
-        """Give the system back what was touched beyond the last use, but for ``keep`` bytes."""
-        if self.mapping is None or not self.gaps or self.gaps[-1][1] != self.memory.nbytes:
+        """Give pages in gaps back to the system, the last ones first, but for ``keep`` bytes."""
+        excess = sum(gap.warm for gap in self.gaps) - keep
+        if self.mapping is None or not hasattr(self.mapping, "madvise"):
             return
-        first = self.gaps[-1][0] + keep // PAGE * PAGE
-        if first < self.touched and hasattr(self.mapping, "madvise"):
-            self.mapping.madvise(mmap.MADV_DONTNEED, first, self.touched - first)
-            self.touched = first
+        for gap in reversed(self.gaps):
+            if excess <= 0:
+                return
+            cold = min(-(-excess // PAGE) * PAGE, gap.warm)
+            if cold:
+                gap.warm -= cold
+                self.mapping.madvise(mmap.MADV_DONTNEED, gap.start + gap.warm, cold)
+                excess -= cold
 
 
 class Shown:
@@ -158,7 +177,7 @@ class BufferPool:
             block, start, stop = self._returned.popleft()
             self._in_use -= stop - start
             block.mend(start, stop)
-        keep = max(KEPT, self._in_use // 2)
+        keep = max(KEPT, self._in_use // 8)
         for block in self._blocks:
             block.trim(keep)
         if self._allocate is not None and len(self._blocks) > 1:
@@ -167,7 +186,7 @@ class BufferPool:
     def _drop_unused(self, keep: int) -> None:
         """Free whole blocks of special memory that nobody uses, beyond ``keep`` bytes."""
         for block in tuple(self._blocks):
-            if block.gaps == [(0, block.memory.nbytes)]:
+            if block.gaps and block.gaps[0].stop - block.gaps[0].start == block.memory.nbytes:
                 keep -= block.memory.nbytes
                 if keep < 0:
                     self._blocks.remove(block)

@@ -90,11 +90,8 @@ class Courier:
         while True:
             woken, changed = self.woken.next, self._watch.changed.next
             while self._handoff.outbox:
-                outgoing = self._handoff.outbox.popleft()
-                if self.silent:
-                    continue
-                self._last_published = outgoing.round
-                await self._publish(outgoing)
+                # Not named here: a name would hold its buffers until the next one comes.
+                await self._publish(self._handoff.outbox.popleft())
             deltas = self._exchange.deltas
             for number in [n for n in deltas if n < self._watch.next_round]:
                 del deltas[number]
@@ -103,6 +100,9 @@ class Courier:
 
     async def _publish(self, outgoing: Outgoing) -> None:
         """Upload one snapshot; repeated until done, or its round is committed without it."""
+        if self.silent:
+            return
+        self._last_published = outgoing.round
         sealed: tuple[Sealed, Delta] | None = None
         while self._watch.next_round <= outgoing.round:
             try:

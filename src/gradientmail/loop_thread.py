@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, override
 
 
@@ -21,7 +22,9 @@ class DaemonExecutor(ThreadPoolExecutor):
     def __init__(self, max_workers: int, name: str) -> None:
         """Start no thread yet."""
         super().__init__(max_workers=max_workers)
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], partial[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._free = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._started = 0
@@ -32,16 +35,7 @@ class DaemonExecutor(ThreadPoolExecutor):
     def submit[**P, T](self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run ``fn(*args, **kwargs)`` on one of the threads."""
         future: Future[T] = Future()
-
-        def call() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._calls.put(call)
+        self._calls.put((future, partial(fn, *args, **kwargs)))
         with self._lock:
             if not self._free.acquire(blocking=False) and self._started < self._limit:
                 self._start_thread()
@@ -61,20 +55,28 @@ class DaemonExecutor(ThreadPoolExecutor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Let the threads end when their calls have; they are never waited for."""
         for _ in range(self._started):
-            self._calls.put(_end)
+            self._calls.put(None)
 
     def _work(self) -> None:
         while True:
-            call = self._calls.get()
-            if call is _end:
+            item = self._calls.get()
+            if item is None:
                 return
-            call()
-            del call
+            future, call = item
+            del item
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    # Before anybody hears of the end: what was passed is not looked at any more.
+                    del call
+                    future.set_result(result)
+                    del result
+            call = None
+            del future
             self._free.release()
-
-
-def _end() -> None:
-    """What a thread gets instead of a call when it should end."""
 
 
 class LoopThread:

@@ -15,6 +15,7 @@ from gradientmail.committing import Closing, Committer, Held
 from gradientmail.election import Election
 from gradientmail.errors import PayloadCorrupt
 from gradientmail.events import Contribution, Event, RoundCommitted, RoundSuperseded, TaskFailed
+from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange, Payload
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Estimates, Ref, RoundRecord
@@ -118,11 +119,12 @@ class Syncer:
                 # A predecessor may have died between a commit and the end of its sweep.
                 await sweep_thoroughly(self._exchange, number - 1, len(self._run.fragments))
         self._watch.seek("syncer", number)
-        state = asyncio.ensure_future(self._state(self._run.fragments[self._fragment(number)]))
+        state = asyncio.ensure_future(self._hold_state(self._run.fragments[self._fragment(number)]))
         try:
             closing = await self._collect(number, self._claim[1])
             if closing is not None:
-                await self._commit(closing, await state)
+                await state
+                await self._commit(closing)
         finally:
             state.cancel()
             await asyncio.gather(state, return_exceptions=True)
@@ -199,7 +201,7 @@ class Syncer:
 
     # Committing
 
-    async def _commit(self, closing: Closing, state: Held) -> None:
+    async def _commit(self, closing: Closing) -> None:
         """Merge, upload, create the record; then keep the role and sweep.
 
         While it uploads, the next round's snapshots are taken in.
@@ -207,8 +209,9 @@ class Syncer:
         began = self._clock.now()
         number = closing.collector.number
         # Whatever becomes of this attempt, the old state is used up by it.
-        self._held.pop(closing.collector.fragment.index, None)
+        state = self._held.pop(closing.collector.fragment.index)
         blanks = await self._committer.merge(closing.collector, state)
+        del state
         enough = asyncio.Event()
         early = asyncio.ensure_future(self._fill(number + 1, enough))
         try:
@@ -283,6 +286,9 @@ class Syncer:
         )
         self._commits_in_a_row += 1
         try:
+            if expired is None and number >= 2 * fragments:  # committed before this node came
+                prefix = layout.blobs_round_prefix(number - 2 * fragments)
+                keys += await self._exchange.keys(prefix)
             await self._exchange.delete(keys)
             if self._watch.late_snapshots or self._commits_in_a_row % (4 * fragments) == 0:
                 await sweep_thoroughly(self._exchange, number, fragments)
@@ -297,18 +303,18 @@ class Syncer:
 
     # Recovery
 
-    async def _state(self, fragment: Fragment) -> Held:
-        """The fragment as its newest record has it: held here, or read from the mailbox."""
+    async def _hold_state(self, fragment: Fragment) -> None:
+        """Have the fragment as its newest record has it; read from the mailbox if not held."""
         record = self._watch.progress.newest(fragment.index)
         if record is None:
             theta = await self._payload(self._run.manifest.init[fragment.index], fragment.theta)
-            return Held(0, theta, None)
+            self._held[fragment.index] = Held(0, theta, None)
+            return
         held = self._held.get(fragment.index)
-        if held is not None and held.version == record.version:
-            return held
-        theta = await self._payload(record.theta, fragment.theta)
-        outer = await self._payload(record.outer, fragment.outer)
-        return Held(record.version, theta, outer)
+        if held is None or held.version != record.version:
+            theta = await self._payload(record.theta, fragment.theta)
+            outer = await self._payload(record.outer, fragment.outer)
+            self._held[fragment.index] = Held(record.version, theta, outer)
 
     async def _payload(self, ref: Ref, payload_layout: PayloadLayout) -> Payload:
         payload = await self._exchange.fetch(ref, payload_layout)

@@ -2,7 +2,7 @@
 
 One poller a process, read by the courier and the syncer. Requests are what a run costs, so it asks
 by key where it can (a GET is a twelfth of a LIST): the next record, and the snapshots of learners
-that are known to live, in rounds that somebody here wants. Leases are listed about once a round.
+that are known to live, in rounds that somebody here wants. Leases are listed every other round.
 """
 
 import asyncio

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load
+from tests.node.worlds import Archive, World, model_of, train_until, values
 
 from gradientmail.testing.world import SimulatedNode
-from tests.node.worlds import Archive, model_of, values
 
 type Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -115,7 +115,7 @@ def check_history(archive: Archive) -> list[dict[str, Any]]:
 def newest(archive: Archive) -> Arrays:
     """The newest committed parameters, read from what still exists."""
     run = manifest(archive)
-    theta = {p: ref for p, ref in enumerate(run["init"])}
+    theta = dict(enumerate(run["init"]))
     for record in records(archive):
         theta[record["fragment"]] = record["theta"]
     result: Arrays = {}
@@ -165,3 +165,13 @@ def check_settled(archive: Archive, node: SimulatedNode) -> None:
     committed = committed_at(archive, node.learner.rounds_seen)
     for name, value in values(model_of(node)).items():
         assert value.double().numpy().tolist() == committed[name].tolist(), name
+
+
+async def check_tidy(world: World) -> None:
+    """One that closes 4·P rounds and more after everything finds all that crashes left behind."""
+    goal = world.archive.rounds() + 4 * len(manifest(world.archive)["plan"]) + 1
+    node = world.node("tidy", lease_every=1.0, lease_timeout=3.0)
+    await node.join()
+    await train_until(node, lambda: world.archive.rounds() >= goal)
+    await node.close()
+    assert leftovers(world.archive) == []

@@ -4,15 +4,6 @@ import asyncio
 import json
 
 import pytest
-
-from gradientmail.algorithm.diloco import DiLoCo
-from gradientmail.collecting import judge
-from gradientmail.events import SnapshotRejected
-from gradientmail.exchange.records import Estimates, SnapshotRecord
-from gradientmail.syncer import grace_seconds, may_close, moving_average
-from gradientmail.testing.simulated import Connection
-from gradientmail.testing.virtual_time import run_virtual
-from gradientmail.testing.world import train_together
 from tests.node.history import check_history
 from tests.node.worlds import (
     World,
@@ -22,6 +13,15 @@ from tests.node.worlds import (
     snapshot_record,
     train_until,
 )
+
+from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.collecting import judge
+from gradientmail.events import SnapshotRejected
+from gradientmail.exchange.records import Estimates, SnapshotRecord
+from gradientmail.syncer import grace_seconds, may_close, moving_average
+from gradientmail.testing.simulated import Connection
+from gradientmail.testing.virtual_time import run_virtual
+from gradientmail.testing.world import train_together
 
 UNKNOWN = Estimates(None, None, None)
 
@@ -256,7 +256,8 @@ def test_a_learner_within_the_grace_is_counted_and_ends_it_early() -> None:
         await train_together([fast, slow], 100)
         found = check_history(world.archive)
         assert len(found) >= 9
-        gaps, waited = [], []
+        gaps: list[float] = []
+        waited: list[float] = []
         for record in found[2:-2]:
             learners = [row["learner"] for row in record["participants"]]
             assert learners == ["fast", "slow"], record["round"]

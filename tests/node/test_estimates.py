@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.node.history import check_history
+from tests.node.worlds import World
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.syncer import moving_average
 from gradientmail.testing.simulated import Connection
 from gradientmail.testing.virtual_time import run_virtual
 from gradientmail.testing.world import train_together
-from tests.node.history import check_history
-from tests.node.worlds import World
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

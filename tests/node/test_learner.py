@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.node.worlds import Tiny, values
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.schedule import Schedule
@@ -25,7 +26,6 @@ from gradientmail.learner import (
 )
 from gradientmail.node import planned
 from gradientmail.run import arrays_over
-from tests.node.worlds import Tiny, values
 
 SCHEDULE = Schedule(10, 3)  # due at 3, 6, 10, 13, 16, 20, …: gaps 3, 3, 4
 

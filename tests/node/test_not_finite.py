@@ -1,21 +1,22 @@
 """A NaN in one learner never reaches the others, and does not stop the run."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from tests.node.history import check_history, records
+from tests.node.worlds import Tiny, World, drift, happened, model_of, values
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.events import ParametersNotFinite
 from gradientmail.testing.virtual_time import run_virtual
 from gradientmail.testing.world import train_together
-from tests.node.history import check_history, records
-from tests.node.worlds import Tiny, World, drift, happened, model_of, train_until, values
 
 ALGORITHM = DiLoCo(sync_every=4, fragments=2, in_flight=2, quorum_size=2)
 
 
-def sick_once(pull: int, at: int, value: float = math.nan):  # noqa: ANN201
+def sick_once(pull: int, at: int, value: float = math.nan) -> Callable[[object, int], None]:
     """Train, but at one step make every parameter but one sick, as a backward pass does."""
     well = drift(pull)
 

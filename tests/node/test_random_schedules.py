@@ -8,12 +8,7 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from gradientmail.algorithm.diloco import DiLoCo
-from gradientmail.testing.simulated import Connection
-from gradientmail.testing.virtual_time import run_virtual
-from gradientmail.testing.world import train_together
-from tests.node.history import check_history, check_settled, leftovers
+from tests.node.history import check_history, check_settled, check_tidy
 from tests.node.worlds import (
     World,
     delta_payload,
@@ -22,6 +17,11 @@ from tests.node.worlds import (
     snapshot_record,
     train_until,
 )
+
+from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.testing.simulated import Connection
+from gradientmail.testing.virtual_time import run_virtual
+from gradientmail.testing.world import train_together
 
 connections = st.builds(
     Connection,
@@ -47,9 +47,7 @@ async def life_with_kills(
 ) -> None:
     """Live, be killed and restart (with the same id or another) as planned, then end well."""
     for number, (at, strike, same_id) in enumerate(plan):
-        node = world.node(
-            name if same_id else f"{name}{number}", wrap=mortal(at, strike), **how
-        )
+        node = world.node(name if same_id else f"{name}{number}", wrap=mortal(at, strike), **how)
         if await live_and_die(node, 30):
             return
     node = world.node(name, **how)
@@ -97,7 +95,7 @@ def test_random_lives(
         await last.close()
         check_history(world.archive)
         check_settled(world.archive, last)
-        assert leftovers(world.archive) == []
+        await check_tidy(world)
 
     run_virtual(main, limit_seconds=50_000)
 
@@ -106,7 +104,22 @@ def mutated(random: Random, record: dict[str, Any]) -> bytes:
     """A snapshot record with something wrong in it."""
     row = json.loads(json.dumps(record))
     name = random.choice(list(row))
-    odd = [None, -1, 2**63, 2**70, 1e308, "", "x", [], {}, True, "NaN", [[[]]], 0.5, "é" * 3]
+    odd: list[Any] = [
+        None,
+        -1,
+        2**63,
+        2**70,
+        1e308,
+        "",
+        "x",
+        [],
+        {},
+        True,
+        "NaN",
+        [[[]]],
+        0.5,
+        "é" * 3,
+    ]
     match random.randrange(6):
         case 0:
             del row[name]

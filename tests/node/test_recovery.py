@@ -7,16 +7,7 @@ from typing import Literal
 
 import pytest
 import torch
-
-from gradientmail.algorithm.diloco import DiLoCo
-from gradientmail.errors import LearnerReplaced
-from gradientmail.events import LeaseLost, RunCreated
-from gradientmail.mailbox.wrapped import Call
-from gradientmail.testing.faults import CountingMailbox
-from gradientmail.testing.simulated import Connection
-from gradientmail.testing.virtual_time import run_virtual
-from gradientmail.testing.world import train_together
-from tests.node.history import check_history, check_settled, leftovers, manifest, newest
+from tests.node.history import check_history, check_settled, check_tidy, leftovers, manifest, newest
 from tests.node.worlds import (
     MortalMailbox,
     Tiny,
@@ -29,6 +20,15 @@ from tests.node.worlds import (
     train_until,
     values,
 )
+
+from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.errors import LearnerReplaced
+from gradientmail.events import LeaseLost, RunCreated
+from gradientmail.mailbox.wrapped import Call
+from gradientmail.testing.faults import CountingMailbox
+from gradientmail.testing.simulated import Connection
+from gradientmail.testing.virtual_time import run_virtual
+from gradientmail.testing.world import train_together
 
 ALGORITHM = DiLoCo(sync_every=4, fragments=2, in_flight=2)
 
@@ -53,7 +53,7 @@ def test_a_node_alone_that_is_killed_goes_on_when_it_restarts(
         await again.close()
         check_history(world.archive)
         check_settled(world.archive, again)
-        assert leftovers(world.archive) == []
+        await check_tidy(world)
 
     run_virtual(main, limit_seconds=500)
 
@@ -89,7 +89,7 @@ def test_kills_between_commit_and_sweep_never_leave_objects_behind() -> None:
         await train_until(last, lambda: world.archive.rounds() >= goal)
         await last.close()
         check_history(world.archive)
-        assert leftovers(world.archive) == []
+        await check_tidy(world)
 
     run_virtual(main, limit_seconds=1000)
 
@@ -218,8 +218,8 @@ def test_a_node_joins_a_run_that_commits_faster_than_it_can_fetch(seed: int) -> 
         world = World(DiLoCo(sync_every=9, fragments=9, in_flight=2), seed=seed)
         fast = world.node("fast", model=Wide(), step_seconds=0.1, poll=0.02)
         await fast.join()
-        training = asyncio.ensure_future(train_until(fast, lambda: joined.is_set()))
         joined = asyncio.Event()
+        training = asyncio.ensure_future(train_until(fast, joined.is_set))
         await asyncio.sleep(5)
         slow = world.node(
             "slow",

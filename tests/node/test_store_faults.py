@@ -3,14 +3,14 @@
 import asyncio
 
 import pytest
+from tests.node.history import check_history, check_settled, check_tidy
+from tests.node.worlds import World, happened
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.events import LearnerLost, StoreUnavailable, TaskFailed, TookOver
 from gradientmail.testing.simulated import Connection, SimulatedMailbox
 from gradientmail.testing.virtual_time import run_virtual
 from gradientmail.testing.world import SimulatedNode, train_together
-from tests.node.history import check_history, check_settled, leftovers
-from tests.node.worlds import World, happened
 
 ALGORITHM = DiLoCo(sync_every=6, fragments=2, in_flight=2, quorum_size=2)
 
@@ -77,9 +77,10 @@ def test_a_partition_of_one_node_stops_only_that_one() -> None:
         await asyncio.gather(*(node.close() for node in nodes))
         found = check_history(world.archive)
         assert any(
-            "c" in {row["learner"] for row in record["participants"]} for record in found[during + 3 :]
+            "c" in {row["learner"] for row in record["participants"]}
+            for record in found[during + 3 :]
         )
-        assert leftovers(world.archive) == []
+        await check_tidy(world)
         for node in nodes:
             check_settled(world.archive, node)
 
@@ -98,7 +99,7 @@ def test_calls_that_fail_at_random_change_nothing(seed: int) -> None:
         for node in nodes:
             assert happened(node, TaskFailed) == []
             check_settled(world.archive, node)
-        assert leftovers(world.archive) == []
+        await check_tidy(world)
 
     run_virtual(main, limit_seconds=3000)
 

@@ -7,7 +7,7 @@ take most of the time.
 import asyncio
 import hashlib
 import json
-import os
+import re
 import subprocess
 import sys
 import time
@@ -63,7 +63,8 @@ class Fleet:
 
     def start(self, learner: str, rounds: int = 0) -> None:
         """Start a node; ``joined`` tells when it has joined."""
-        out = self._outputs[learner] = self.folder / f"{learner}-{len(os.listdir(self.folder))}.txt"
+        count = len(list(self.folder.iterdir()))
+        out = self._outputs[learner] = self.folder / f"{learner}-{count}.txt"
         answer = self._ask(f"start {self.root} {learner} {rounds} {out}")
         assert answer.startswith("pid "), answer
 
@@ -94,11 +95,14 @@ class Fleet:
             assert time.monotonic() < ends, "nothing happens any more"
             time.sleep(0.01)
 
+    def until_rounds(self, count: int) -> None:
+        """Poll until so many rounds are committed."""
+        self.until(lambda: self.rounds() >= count)
+
     def rounds(self) -> int:
         """How many rounds are committed."""
         folder = self.root / "rounds"
-        names = os.listdir(folder) if folder.exists() else []
-        return len([name for name in names if name.endswith(".json") and len(name) == 15])
+        return len(record_names(folder)) if folder.exists() else 0
 
     def closer(self) -> str | None:
         """The claimant of the newest round."""
@@ -108,9 +112,14 @@ class Fleet:
         return None if data is None else json.loads(bytes(data))["learner"]
 
 
+def record_names(folder: Path) -> list[str]:
+    """Names of the round records, in order."""
+    return sorted(p.name for p in folder.iterdir() if re.fullmatch(r"\d{10}\.json", p.name))
+
+
 def check_folder(root: Path) -> list[dict[str, Any]]:
     """No gap, versions rise by one, and every payload that is there hashes to its ref."""
-    names = sorted(n for n in os.listdir(root / "rounds") if n.endswith(".json") and len(n) == 15)
+    names = record_names(root / "rounds")
     assert names == [f"{number:010d}.json" for number in range(len(names))]
     records = [json.loads((root / "rounds" / name).read_bytes()) for name in names]
     for number, record in enumerate(records):
@@ -134,7 +143,7 @@ def check_folder(root: Path) -> list[dict[str, Any]]:
 
 def left_behind(root: Path, fragments: int = 2) -> list[str]:
     """Objects that the last commit made unnecessary."""
-    last = len(os.listdir(root / "rounds")) - 1
+    last = len(record_names(root / "rounds")) - 1
     found = []
     for path in sorted(root.rglob("*")):
         parts = path.relative_to(root).parts

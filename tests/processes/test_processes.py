@@ -1,10 +1,10 @@
 """Nodes as processes over a folder, killed at random moments with SIGKILL."""
 
+import time
 from pathlib import Path
 from random import Random
 
 import pytest
-
 from tests.processes.fleet import Fleet, check_folder, left_behind
 
 
@@ -30,12 +30,12 @@ def test_processes_agree_survive_kills_and_restarts(tmp_path: Path) -> None:
         fleet.joined("a")
         fleet.joined("b")
         before = fleet.rounds()
-        fleet.until(lambda: fleet.rounds() >= before + 4)
+        fleet.until_rounds(before + 4)
         closer = fleet.closer()
         victim = "a" if closer == "b" else "b"
         fleet.kill(victim)
         before = fleet.rounds()
-        fleet.until(lambda: fleet.rounds() >= before + 4)
+        fleet.until_rounds(before + 4)
 
         # The closer dies; the same id is back at once.
         survivor = "a" if victim == "b" else "b"
@@ -46,7 +46,7 @@ def test_processes_agree_survive_kills_and_restarts(tmp_path: Path) -> None:
             fleet.start(survivor)
             fleet.joined(survivor)
             before = fleet.rounds()
-            fleet.until(lambda: fleet.rounds() >= before + random.randrange(1, 4))
+            fleet.until_rounds(before + random.randrange(1, 4))
         fleet.kill("a")
         fleet.kill("b")
 
@@ -70,11 +70,9 @@ def test_the_closer_is_killed_again_and_again(seed: int, tmp_path: Path) -> None
             fleet.start(learner)
         for learner in ("a", "b", "c"):
             fleet.joined(learner)
-        import time
-
         for _ in range(25):
             before = fleet.rounds()
-            fleet.until(lambda before=before: fleet.rounds() > before)
+            fleet.until_rounds(before + 1)
             time.sleep(random.uniform(0, 0.12))
             closer = fleet.closer()
             victim = closer if closer in ("a", "b", "c") else random.choice("abc")

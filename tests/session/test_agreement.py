@@ -3,15 +3,12 @@
 import asyncio
 import json
 import mmap
-from collections.abc import Buffer, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Buffer, Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-
-import gradientmail as gm
-from gradientmail import events
-from gradientmail.mailbox.wrapped import WrappedMailbox
 from tests.session.models import (
     ALGORITHM,
     QUICK,
@@ -22,6 +19,10 @@ from tests.session.models import (
     together,
     train_step,
 )
+
+import gradientmail as gm
+from gradientmail import events
+from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 
 
 def node(
@@ -98,10 +99,8 @@ def newest(box: gm.Mailbox, like: torch.nn.Module) -> torch.nn.Module:
     return like
 
 
-def check_agreement(box: gm.Mailbox, models: list[torch.nn.Module], seen: list[Events]) -> None:
-    """The node that saw the last round holds the newest commit, bit for bit; so does the other
-    when it saw as much.
-    """
+def check_agreement(box: gm.Mailbox, models: Sequence[torch.nn.Module], seen: list[Events]) -> None:
+    """Each node that saw the last round holds the newest commit, bit for bit."""
     last = [one.of(events.Closed)[0].rounds_seen for one in seen]
     spare = net(9, next(models[0].parameters()).dtype)
     assert gm.align(spare, mailbox=box) == max(last)
@@ -133,7 +132,7 @@ class Deltas(WrappedMailbox):
         self.updates: set[str] = set()
         self.thetas: set[str] = set()
 
-    async def around(self, call, act):  # noqa: ANN001, ANN201
+    async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
         result = await act()
         if call.operation == "get" and result is not None:
             self.gets.append(call.key)
@@ -163,9 +162,16 @@ PRECISIONS = [
 
 @pytest.mark.parametrize("compression", ["off", "zstd"])
 @pytest.mark.parametrize(("delta", "commit"), PRECISIONS)
-def test_precisions_and_compression(delta: str | None, commit: str | None, compression: str) -> None:
+def test_precisions_and_compression(
+    delta: str | None, commit: str | None, compression: str
+) -> None:
     algorithm = gm.DiLoCo(
-        sync_every=4, fragments=2, in_flight=2, delta_dtype=delta, commit_dtype=commit, quorum_size=2
+        sync_every=4,
+        fragments=2,
+        in_flight=2,
+        delta_dtype=delta,
+        commit_dtype=commit,
+        quorum_size=2,
     )
     memory = gm.MemoryMailbox()
     boxes: list[Deltas] = []
@@ -177,7 +183,7 @@ def test_precisions_and_compression(delta: str | None, commit: str | None, compr
     models, seen = run_two(box, algorithm=algorithm, rounds=6, compression=compression)
     check_agreement(memory, models, seen)
     ext = ".zst" if compression == "zstd" else ".safetensors"
-    blobs = [key for key in asyncio.run(memory.list("blobs/"))]
+    blobs = asyncio.run(memory.list("blobs/"))
     assert blobs
     assert all(key.endswith(ext) for key in blobs)
     if commit is not None:
@@ -192,9 +198,7 @@ def test_precisions_and_compression(delta: str | None, commit: str | None, compr
 
 
 def test_a_corrupt_update_falls_back_to_theta() -> None:
-    algorithm = gm.DiLoCo(
-        sync_every=4, fragments=2, commit_dtype="BF16", quorum_size=2
-    )
+    algorithm = gm.DiLoCo(sync_every=4, fragments=2, commit_dtype="BF16", quorum_size=2)
     memory = gm.MemoryMailbox()
     boxes: list[Deltas] = []
 
@@ -215,7 +219,9 @@ def test_a_corrupt_update_falls_back_to_theta() -> None:
     follower = closers.index(min(closers))
     failed = seen[follower].of(events.TaskFailed)
     assert failed
-    assert all("PayloadCorrupt" in event.error and "blobs/rounds/" in event.error for event in failed)
+    assert all(
+        "PayloadCorrupt" in event.error and "blobs/rounds/" in event.error for event in failed
+    )
     assert [key for key in boxes[follower].gets if key in boxes[follower].thetas]
 
 
@@ -252,7 +258,9 @@ def test_alignment_writes_in_place_and_leaves_everything_else() -> None:
     pointers = {name: p.data_ptr() for name, p in model.named_parameters()}
     ids = {name: id(p) for name, p in model.named_parameters()}
     optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=0.01)
-    with gm.Session(model, algorithm=ALGORITHM, mailbox=memory, callbacks=[seen], **QUICK) as session:
+    with gm.Session(
+        model, algorithm=ALGORITHM, mailbox=memory, callbacks=[seen], **QUICK
+    ) as session:
         step = 0
         while session.rounds_seen < 5:
             x = torch.randint(0, 7, (5,))
@@ -264,7 +272,9 @@ def test_alignment_writes_in_place_and_leaves_everything_else() -> None:
                 id(p): {k: v.clone() for k, v in state.items() if isinstance(v, torch.Tensor)}
                 for p, state in optimizer.state.items()
             }
-            grads = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+            grads = {
+                n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
+            }
             session.step(samples=5)
             for p, state in optimizer.state.items():
                 for k, v in states[id(p)].items():
@@ -285,7 +295,11 @@ def test_alignment_writes_in_place_and_leaves_everything_else() -> None:
     }
     assert torch.equal(model.frozen.weight, frozen)
     manifest = json.loads(asyncio.run(memory.get("manifest.json")) or b"")
-    assert [row["name"] for row in manifest["schema"]] == ["body.bias", "body.weight", "embed.weight"]
+    assert [row["name"] for row in manifest["schema"]] == [
+        "body.bias",
+        "body.weight",
+        "embed.weight",
+    ]
 
 
 def test_a_backward_pass_over_an_alignment_is_not_refused() -> None:
@@ -383,7 +397,9 @@ def test_global_batch_size_is_shared_among_live_learners() -> None:
     algorithm = gm.DiLoCo(sync_every=4, fragments=2, global_batch_size=7)
     with gm.Session(net(), algorithm=algorithm, mailbox=memory, learner_id="a", **QUICK) as first:
         assert first.batch_size == 7
-        with gm.Session(net(), algorithm=algorithm, mailbox=memory, learner_id="b", **QUICK) as second:
+        with gm.Session(
+            net(), algorithm=algorithm, mailbox=memory, learner_id="b", **QUICK
+        ) as second:
             assert second.batch_size == 4
             import time
 

@@ -2,15 +2,12 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-
-import gradientmail as gm
-from gradientmail.mailbox.memory import MemoryMailbox
-from gradientmail.mailbox.wrapped import WrappedMailbox
 from tests.session.models import (
     ALGORITHM,
     QUICK,
@@ -21,10 +18,14 @@ from tests.session.models import (
 )
 from tests.session.test_leaving import train_until
 
+import gradientmail as gm
+from gradientmail.mailbox.memory import MemoryMailbox
+from gradientmail.mailbox.wrapped import Call, WrappedMailbox
+
 
 def session(box: gm.Mailbox, model: object = None, **changes: Any) -> gm.Session:
     """A session that is quick; ``changes`` to its arguments."""
-    given = {"algorithm": ALGORITHM, "learner_id": "a", **QUICK, **changes}
+    given: dict[str, Any] = {"algorithm": ALGORITHM, "learner_id": "a", **QUICK, **changes}
     return gm.Session(net() if model is None else model, mailbox=box, **given)
 
 
@@ -106,8 +107,9 @@ BAD_OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("option", BAD_OPTIONS, ids=str)
 def test_a_bad_option_is_named_with_its_value(option: dict[str, Any]) -> None:
     ((name, value),) = option.items()
+    options: dict[str, Any] = {"sync_every": 8, "fragments": 2, **option}
     with pytest.raises(ValueError, match=name) as caught:
-        gm.DiLoCo(**{"sync_every": 8, "fragments": 2, **option})
+        gm.DiLoCo(**options)
     assert repr(value) in str(caught.value)
 
 
@@ -221,7 +223,7 @@ class Spoiled(WrappedMailbox):
         self.key = key
         self.how = how
 
-    async def around(self, call, act):  # noqa: ANN001, ANN201
+    async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
         result = await act()
         if call.operation == "get" and call.key == self.key and result is not None:
             data = bytes(result)
@@ -273,7 +275,7 @@ def test_a_corrupt_record_is_a_protocol_error() -> None:
 
 def test_a_store_that_refuses_is_told_at_once() -> None:
     class Denied(WrappedMailbox):
-        async def around(self, call, act):  # noqa: ANN001, ANN201
+        async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
             raise PermissionError("access denied to this prefix; ask its owner")
 
     with no_threads_left(), pytest.raises(PermissionError, match="ask its owner"):

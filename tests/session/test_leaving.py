@@ -7,14 +7,12 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-
-import gradientmail as gm
-from gradientmail import events
-from gradientmail.mailbox.wrapped import WrappedMailbox
 from tests.session.models import (
     ALGORITHM,
     QUICK,
@@ -25,6 +23,10 @@ from tests.session.models import (
     parameters,
     train_step,
 )
+
+import gradientmail as gm
+from gradientmail import events
+from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 
 
 class Boom(Exception):
@@ -40,7 +42,7 @@ class Hanging(WrappedMailbox):
         self.hang = False
         self.release = threading.Event()
 
-    async def around(self, call, act):  # noqa: ANN001, ANN201
+    async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
         if self.hang:
             match self.how:
                 case "awaits":
@@ -125,7 +127,7 @@ def test_an_exception_goes_on_unchanged_and_nothing_is_published(
     box, model, seen = gm.MemoryMailbox(), net(), Events()
     error = kind("stop")
     with no_threads_left():
-        with (
+        with (  # noqa: PT012 - the body of the session is what raises
             pytest.raises(kind) as caught,
             gm.Session(
                 model, algorithm=ALGORITHM, mailbox=box, learner_id="a", callbacks=[seen], **QUICK
@@ -154,7 +156,7 @@ def test_an_exception_goes_on_unchanged_and_nothing_is_published(
 def test_an_exception_is_not_held_up_by_a_store_that_hangs(how: str) -> None:
     box, model, seen = Hanging(gm.MemoryMailbox(), how), net(), Events()
     began = 0.0
-    with (
+    with (  # noqa: PT012
         pytest.raises(Boom),
         gm.Session(model, algorithm=ALGORITHM, mailbox=box, callbacks=[seen], **QUICK) as session,
     ):
@@ -176,8 +178,8 @@ def test_ctrl_c(where: str) -> None:
     """In the body, and in ``close`` while it waits for a round that does not commit."""
     box = Hanging(gm.MemoryMailbox(), "awaits")
     model, seen = net(), Events()
-    settings = {**QUICK, "lease_timeout": 500.0}
-    with no_threads_left(), pytest.raises(KeyboardInterrupt):
+    settings: dict[str, Any] = {**QUICK, "lease_timeout": 500.0}
+    with no_threads_left(), pytest.raises(KeyboardInterrupt):  # noqa: PT012
         with gm.Session(
             model, algorithm=ALGORITHM, mailbox=box, callbacks=[seen], **settings
         ) as session:
@@ -272,7 +274,7 @@ SCRIPT = textwrap.dedent(
     box = gm.FilesystemMailbox(root)
     if how == "hangs":
         import asyncio
-        from gradientmail.mailbox.wrapped import WrappedMailbox
+        from gradientmail.mailbox.wrapped import Call, WrappedMailbox
         class Hanging(WrappedMailbox):
             hang = False
             async def around(self, call, act):
@@ -315,7 +317,9 @@ def test_the_interpreter_exits_without_close(tmp_path: Path) -> None:
         for how in hows
     }
     try:
-        ended = {how: (*one.communicate(timeout=90), one.returncode) for how, one in running.items()}
+        ended = {
+            how: (*one.communicate(timeout=90), one.returncode) for how, one in running.items()
+        }
     finally:
         for one in running.values():
             one.kill()
