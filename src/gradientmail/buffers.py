@@ -23,8 +23,8 @@ SMALL = 2**16
 """Buffers below this many bytes are not pooled."""
 RESERVED = 2**34
 """Bytes of address space that host memory is reserved in at a time; memory only once touched."""
-KEPT = 2**26
-"""Bytes that a pool keeps warm at least; an eighth of what is in use if that is more."""
+WINDOW = 32
+"""What was not needed while so many buffers were taken is given back to the system."""
 
 
 @dataclass(slots=True)
@@ -75,19 +75,18 @@ class _Block:
             before.stop = gap.stop
             del self.gaps[index]
 
-    def trim(self, keep: int) -> None:
-        """Give pages in gaps back to the system, the last ones first, but for ``keep`` bytes."""
-        excess = sum(gap.warm for gap in self.gaps) - keep
+    def give_back(self, nbytes: int) -> int:
+        """Give up to ``nbytes`` in pages of gaps back to the system, the last first; how many."""
         if self.mapping is None or not hasattr(self.mapping, "madvise"):
-            return
+            return 0
+        left = nbytes
         for gap in reversed(self.gaps):
-            if excess <= 0:
-                return
-            cold = min(-(-excess // PAGE) * PAGE, gap.warm)
+            cold = min(left // PAGE * PAGE, gap.warm)
             if cold:
                 gap.warm -= cold
+                left -= cold
                 self.mapping.madvise(mmap.MADV_DONTNEED, gap.start + gap.warm, cold)
-                excess -= cold
+        return nbytes - left
 
 
 class Shown:
@@ -145,7 +144,8 @@ class BufferPool:
         self._blocks: list[_Block] = []
         self._returned: deque[tuple[_Block, int, int]] = deque()
         self._lock = threading.Lock()
-        self._in_use = 0
+        self._taken = 0
+        self._surplus = 0
 
     def take(self, nbytes: int) -> memoryview:
         """A writable view of exactly ``nbytes`` bytes, with whatever content they had."""
@@ -155,11 +155,17 @@ class BufferPool:
         with self._lock:
             self._mend()
             block, start = self._carve(size)
-            self._in_use += size
+            self._give_up_surplus()
         lease = _Lease(next(_leases))
         memory = block.memory[start : start + nbytes]
         _lent[lease] = ref(self), memory, block, start, start + size
         return memoryview(lease)
+
+    def trim(self) -> None:
+        """Give back to the system all that nobody uses."""
+        with self._lock:
+            self._mend()
+            self._give_back(self._idle())
 
     def _carve(self, size: int) -> tuple[_Block, int]:
         for block in self._blocks:
@@ -175,21 +181,28 @@ class BufferPool:
         """Take back what has been returned."""
         while self._returned:
             block, start, stop = self._returned.popleft()
-            self._in_use -= stop - start
             block.mend(start, stop)
-        keep = max(KEPT, self._in_use // 8)
-        for block in self._blocks:
-            block.trim(keep)
-        if self._allocate is not None and len(self._blocks) > 1:
-            self._drop_unused(keep)
 
-    def _drop_unused(self, keep: int) -> None:
-        """Free whole blocks of special memory that nobody uses, beyond ``keep`` bytes."""
-        for block in tuple(self._blocks):
-            if block.gaps and block.gaps[0].stop - block.gaps[0].start == block.memory.nbytes:
-                keep -= block.memory.nbytes
-                if keep < 0:
-                    self._blocks.remove(block)
+    def _idle(self) -> int:
+        return sum(gap.warm for block in self._blocks for gap in block.gaps)
+
+    def _give_up_surplus(self) -> None:
+        """Now and then, give back as much as was idle all the time since the last time."""
+        idle = self._idle()
+        self._surplus = min(self._surplus, idle) if self._taken else idle
+        self._taken += 1
+        if self._taken == WINDOW:
+            self._taken = 0
+            self._give_back(self._surplus)
+
+    def _give_back(self, nbytes: int) -> None:
+        for block in reversed(self._blocks):
+            nbytes -= block.give_back(nbytes)
+            whole = block.gaps[0] if len(block.gaps) == 1 else None
+            unused = whole is not None and whole.stop - whole.start == block.memory.nbytes
+            if unused and block.mapping is None and nbytes >= block.memory.nbytes:
+                nbytes -= block.memory.nbytes
+                self._blocks.remove(block)
 
 
 def _reserve(size: int) -> _Block:

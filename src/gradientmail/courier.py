@@ -54,6 +54,7 @@ class Courier:
         self._announce = announce
         self._posted = rounds_held(versions)
         self._last_published = -1
+        self._preparing = asyncio.Lock()
         self.woken = Signal()
         self.silent = False
         """Set when a newer process has this learner's id: nothing more is published."""
@@ -95,7 +96,7 @@ class Courier:
             deltas = self._exchange.deltas
             for number in [n for n in deltas if n < self._watch.next_round]:
                 del deltas[number]
-            await self._prepare_blank()
+            await self._prepare_blank(self._posted)
             await _either(woken, changed)
 
     async def _publish(self, outgoing: Outgoing) -> None:
@@ -186,18 +187,22 @@ class Courier:
 
         return self._exchange.seal(delta.buffer, fragment.delta, key_of), delta
 
-    async def _prepare_blank(self) -> None:
-        """Have a warm buffer ready for the next snapshot, so that ``step`` only copies."""
-        number = max(self._last_published + 1, self._watch.next_round)
-        if number >= self._watch.next_round + self._run.algorithm.in_flight:
+    async def _prepare_blank(self, seen: int) -> None:
+        """Have a warm buffer ready for the next snapshot, so that ``step`` only copies.
+
+        ``seen`` is the newest round that the learner has, or is about to get.
+        """
+        number = max(self._last_published, seen) + 1
+        if number > seen + self._run.algorithm.in_flight:
             return  # it waits for a commit, and so does the memory
         fragment = self._run.schedule.fragment(number)
         blanks = self._handoff.blanks
-        if fragment in blanks:
-            return
-        for other in tuple(blanks):  # a round went by that the learner did not publish
-            blanks.pop(other, None)
-        blanks[fragment] = await self._offload(self.make_blank, fragment)
+        async with self._preparing:
+            if fragment in blanks:
+                return
+            for other in tuple(blanks):  # a round went by that the learner did not publish
+                blanks.pop(other, None)
+            blanks[fragment] = await self._offload(self.make_blank, fragment)
 
     def make_blank(self, fragment: int) -> Blank:
         """A buffer for a fragment's parameters with every page touched. Any thread."""
@@ -242,6 +247,7 @@ class Courier:
             version = Version(record.version, payload, payload_arrays(self._backend, payload))
             staged = await self._offload(self._parameters.stage, version.arrays)
             self._versions[record.fragment] = version
+            await self._prepare_blank(record.round)
             self._post(Arrival(record, version, staged))
 
     def _post(self, arrival: Arrival) -> None:

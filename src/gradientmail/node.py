@@ -222,6 +222,7 @@ class Node:
         """Stop all tasks where they are."""
         await self._stop(self._tasks)
         self._tasks.clear()
+        self._closing = self._keeping = None  # their frames hold buffers
 
     async def _stop(self, tasks: Iterable[asyncio.Task[None]]) -> None:
         stopped = tuple(tasks)

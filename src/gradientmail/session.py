@@ -6,6 +6,7 @@ loop half of the node runs on. The training thread is whichever calls ``step``.
 
 import atexit
 import contextlib
+import gc
 import operator
 from collections.abc import Callable, Iterable
 from random import Random
@@ -249,10 +250,12 @@ class Session:
                     Closed(learner=self.learner_id, rounds_seen=self.rounds_seen, clean=clean)
                 )
             self._thread.stop(0.3)
+            self._pool.trim()
 
     def _abandon(self) -> None:
         """At interpreter exit, when nobody closed the session."""
         self._end(clean=False)
+        gc.collect()  # cancelled calls hold views of buffers, whose classes are about to go
 
     def __enter__(self) -> Self:
         """Nothing more: constructing it joined."""

@@ -23,6 +23,8 @@ from gradientmail.testing.simulated import Connection
 from gradientmail.testing.virtual_time import run_virtual
 from gradientmail.testing.world import train_together
 
+EXAMPLES = 12
+
 connections = st.builds(
     Connection,
     latency_seconds=st.sampled_from([0.0, 0.05, 0.4]),
@@ -56,7 +58,7 @@ async def life_with_kills(
     await node.close()
 
 
-@settings(max_examples=12)
+@settings(max_examples=EXAMPLES)
 @given(
     seed=st.integers(0, 2**20),
     algorithm=algorithms,

@@ -152,9 +152,9 @@ def left_behind(root: Path, fragments: int = 2) -> list[str]:
         match parts:
             case ["snapshots" | "claims", number, _] if number.isdigit():
                 gone = int(number) <= last
-            case ["blobs", "snapshots", number, *_]:
+            case ["blobs", "snapshots", number, *_] if number.isdigit():
                 gone = int(number) <= last
-            case ["blobs", "rounds", number, _]:
+            case ["blobs", "rounds", number, _] if number.isdigit():
                 gone = int(number) <= last - 2 * fragments
             case _:
                 gone = False

@@ -7,6 +7,19 @@ from random import Random
 import pytest
 from tests.processes.fleet import Fleet, check_folder, left_behind
 
+STRAYS = (
+    ".DS_Store",
+    "rounds/notes.txt",
+    "rounds/.DS_Store",
+    "snapshots/x",
+    "snapshots/.DS_Store",
+    "snapshots/folder/.keep",
+    "claims/README.md",
+    "leases/UPPER/0000000001.json",
+    "blobs/rounds/.DS_Store",
+    "blobs/snapshots/x/y",
+)
+
 
 def test_processes_agree_survive_kills_and_restarts(tmp_path: Path) -> None:
     seed = 1
@@ -50,12 +63,17 @@ def test_processes_agree_survive_kills_and_restarts(tmp_path: Path) -> None:
         fleet.kill("a")
         fleet.kill("b")
 
-        # Whoever comes next finds a run in order.
+        # Whoever comes next finds a run in order, whatever else lies in the folder.
+        for stray in STRAYS:
+            path = fleet.root / stray
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"not ours")
         fleet.start("c", 8)
         line = fleet.ended("c")
         records = check_folder(fleet.root)
         assert int(line[1]) == len(records) - 1
         assert left_behind(fleet.root) == []
+        assert all((fleet.root / stray).exists() for stray in STRAYS)
 
 
 @pytest.mark.soak

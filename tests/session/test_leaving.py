@@ -21,6 +21,7 @@ from tests.session.models import (
     net,
     no_threads_left,
     parameters,
+    together,
     train_step,
 )
 
@@ -249,6 +250,40 @@ def test_flush_on_close_publishes_final_rounds() -> None:
     assert equal(other, model)
 
 
+def test_final_rounds_of_two_learners_close_together() -> None:
+    """Both flush at once: their final snapshots meet, or follow one another; both agree."""
+    box, models, seen = gm.MemoryMailbox(), [net(0), net(1)], [Events(), Events()]
+    algorithm = gm.DiLoCo(sync_every=50, fragments=2, in_flight=2, flush_on_close=True)
+    ready = threading.Barrier(2, timeout=30)
+
+    def life(i: int) -> None:
+        with gm.Session(
+            models[i],
+            algorithm=algorithm,
+            mailbox=box,
+            learner_id=f"n{i}",
+            callbacks=[seen[i]],
+            **QUICK,
+        ) as session:
+            ready.wait()
+            optimizer = torch.optim.SGD(models[i].parameters(), lr=0.05)
+            for step in range(3):
+                train_step(models[i], optimizer, 10 * i + step)
+                session.step(samples=6)
+            ready.wait()
+
+    together(lambda: life(0), lambda: life(1))
+    for one in seen:
+        published = one.of(events.SnapshotPublished)
+        assert {e.final for e in published} == {True}
+        assert one.of(events.GaveUp) == []
+    last = [one.of(events.Closed)[0].rounds_seen for one in seen]
+    spare = net(7)
+    assert gm.align(spare, mailbox=box) == max(last)
+    for number, model in zip(last, models, strict=True):
+        assert number < max(last) or equal(model, spare)
+
+
 def test_without_flush_local_steps_are_dropped() -> None:
     box, model = gm.MemoryMailbox(), net()
     initial = parameters(model)
@@ -265,21 +300,35 @@ def test_without_flush_local_steps_are_dropped() -> None:
 
 SCRIPT = textwrap.dedent(
     """
-    import sys, time
+    import os, sys, time
     import gradientmail as gm
     from tests.session.models import ALGORITHM, QUICK, net, train_step
     import torch
 
-    how, root = sys.argv[1:]
-    box = gm.FilesystemMailbox(root)
-    if how == "hangs":
+    folder, *hows = sys.argv[1:]
+    torch.optim.SGD(net().parameters(), lr=0.05)  # imports all there is
+    children = {}
+    for how in hows:
+        children[how] = os.fork()
+        if not children[how]:
+            break  # a child goes on below and ends as any interpreter does
+    else:
+        for how, pid in children.items():
+            print(how, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        sys.exit()
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{how}.{name}", os.O_WRONLY | os.O_CREAT), number)
+    box = gm.FilesystemMailbox(f"{folder}/{how}")
+    if how in ("hangs", "waits"):
         import asyncio
         from gradientmail.mailbox.wrapped import Call, WrappedMailbox
         class Hanging(WrappedMailbox):
             hang = False
             async def around(self, call, act):
-                if self.hang:
+                if self.hang and how == "hangs":
                     await asyncio.to_thread(time.sleep, 1000)
+                if self.hang and call.operation == "put_if_absent" and call.key[:5] == "blobs":
+                    await asyncio.sleep(1000)
                 return await act()
         box = Hanging(box)
     model = net()
@@ -293,7 +342,7 @@ SCRIPT = textwrap.dedent(
         time.sleep(0.002)
     if how == "raises":
         raise SystemExit(3)
-    if how == "hangs":
+    if how in ("hangs", "waits"):
         box.hang = True
         for step in range(8):
             train_step(model, optimizer, step)
@@ -305,30 +354,23 @@ SCRIPT = textwrap.dedent(
 
 
 def test_the_interpreter_exits_without_close(tmp_path: Path) -> None:
-    hows = ("ends", "raises", "hangs")
-    running = {
-        how: subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", SCRIPT, how, str(tmp_path / how)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        for how in hows
-    }
-    try:
-        ended = {
-            how: (*one.communicate(timeout=90), one.returncode) for how, one in running.items()
-        }
-    finally:
-        for one in running.values():
-            one.kill()
-    assert ended["ends"] == ("body ends True\n", "", 0)
-    assert ended["raises"] == ("", "", 3)
-    out, err, code = ended["hangs"]
-    assert (out, code) == ("body ends True\n", 0)
-    assert "Traceback" not in err
-    for how in ("ends", "raises"):
+    hows = ("ends", "raises", "hangs", "waits")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path), *hows],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=Path(__file__).parents[2],
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["ends 0", "raises 3", "hangs 0", "waits 0"]
+    said = {how: (tmp_path / f"{how}.out").read_text() for how in hows}
+    errors = {how: (tmp_path / f"{how}.err").read_text() for how in hows}
+    assert said == {how: "" if how == "raises" else "body ends True\n" for how in hows}
+    assert (errors["ends"], errors["raises"], errors["waits"]) == ("", "", "")
+    assert "Traceback" not in errors["hangs"]
+    assert "Exception" not in errors["hangs"]
+    for how in ("ends", "raises", "waits"):
         assert [p for p in (tmp_path / how / "leases").rglob("*") if p.is_file()] == []
 
 

@@ -372,7 +372,9 @@ def _encode_blocks(x: Tensor, packed: Tensor, scales: Tensor) -> None:
     packed.copy_((pairs >> _SHIFT_4).bitwise_or_(pairs))
 
 
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device="cpu")
+_E2M1 = torch.tensor(  # whatever dtype the user has made the default one
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32, device="cpu"
+)
 _E2M1_SIGNED = torch.cat([_E2M1, -_E2M1])
 # Both values of a byte as one 64-bit word, so that one look-up gives two elements.
 _E2M1_PAIRS = torch.stack([_E2M1_SIGNED.repeat(16), _E2M1_SIGNED.repeat_interleave(16)], 1)

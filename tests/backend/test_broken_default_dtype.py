@@ -1,0 +1,38 @@
+"""The backend's tables do not depend on the default dtype that a user sets before the import."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PROGRAM = """
+    import sys
+    import torch
+    torch.set_default_dtype(getattr(torch, sys.argv[1]))
+    from gradientmail.backend.torch import TorchBackend
+
+    backend = TorchBackend()
+    exact = [0.0, 0.5, -0.5, 1.0, -1.5, 2.0, -3.0, 4.0, 6.0, -6.0]
+    x = torch.tensor(exact, dtype=torch.float32)
+    for dtype, data, scale in (
+        ("F4", torch.zeros(16, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)),
+        ("F8_E4M3", torch.zeros(10, dtype=torch.float8_e4m3fn), torch.zeros((), dtype=torch.float32)),
+    ):
+        back = torch.empty(10, dtype=torch.float32)
+        backend.encode(x, dtype, data, scale)
+        backend.decode(data, dtype, scale, back)
+        assert back.tolist() == exact, (dtype, back)
+    out = torch.empty(10, dtype=torch.float32)
+    backend.combine([(0.5, x), (1.0, x)], out)
+    assert out.tolist() == [1.5 * value for value in exact]
+    assert backend.sum_of_squares(x) == sum(value**2 for value in exact)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_tables_are_fp32_whatever_the_default_dtype_is(dtype: str) -> None:
+    """``torch.set_default_dtype(torch.bfloat16)`` before the first session is common."""
+    program = [sys.executable, "-c", textwrap.dedent(PROGRAM), dtype]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
