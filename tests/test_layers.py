@@ -30,7 +30,7 @@ LAYERS = {
 APART = {("exchange", "backend"), ("algorithm", "mailbox"), ("learner", "mailbox")}
 # Packages from outside the standard library, and the only places that may name them.
 THIRD_PARTY = {
-    "torch": {"backend/torch.py"},
+    "torch": {"backend/torch_chunks.py"},
     "mlx": {"backend/mlx.py"},
     "numpy": {"backend/numpy.py", "exchange/compression.py"},  # there only if it is installed
     "boto3": {"mailbox/s3.py"},
@@ -107,8 +107,8 @@ def test_imports_point_down(path: Path) -> None:
         ("learner.py", "from gradientmail.syncer import Syncer", "not below it"),
         ("syncer.py", "from gradientmail.learner import Learner", "not below it"),
         ("mailbox/memory.py", "import gradientmail", "not below it"),
-        ("algorithm/merge.py", "def f():\n    import torch", "only backend/torch.py"),
-        ("backend/__init__.py", "import_module('torch')", "only backend/torch.py"),
+        ("algorithm/merge.py", "def f():\n    import torch", "only backend/torch_chunks.py"),
+        ("backend/__init__.py", "import_module('torch')", "only backend/torch_chunks.py"),
         ("session.py", "import requests", "not a dependency"),
         ("session.py", "from os import environ", "environment"),
         ("learner.py", "import asyncio", "no event loop"),

@@ -15,6 +15,9 @@ from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.records import RoundRecord, SnapshotRecord
 
+RACERS = 4
+"""Claims on one round that are deleted unseen."""
+
 
 def round_payload_keys(record: RoundRecord) -> list[str]:
     """The keys of a commit's payloads."""
@@ -32,7 +35,10 @@ def known_keys(
     """What the closer of a round knows can go: its inputs, and the payloads ``expired`` names."""
     keys = [layout.snapshot_key(number, learner) for learner in snapshots]
     keys += [record.payload.key for record in records]
-    keys += [layout.claim_key(number, attempt) for attempt in range(1, claims + 1)]
+    # One claim more than is known, and the round before again: losers of a race come late.
+    keys += [layout.claim_key(number, attempt) for attempt in range(1, claims + 2)]
+    if number > 0:
+        keys += [layout.claim_key(number - 1, attempt) for attempt in range(1, RACERS + 1)]
     if expired is not None:
         keys += round_payload_keys(expired)
     return keys
