@@ -90,7 +90,7 @@ class Collector:
     def step_seconds(self) -> float | None:
         """Mean time of a step over the contributions that know it."""
         known = [r.step_seconds for r in self.accepted.values() if r.step_seconds is not None]
-        return sum(known) / len(known) if known else None
+        return sum(seconds / len(known) for seconds in known) if known else None
 
     def new(self, found: Mapping[str, bytes]) -> list[str]:
         """The learners in ``found`` whose records were not judged yet; this node's own first.
@@ -151,7 +151,7 @@ class Collector:
         )
         taken = self.fold.add(arrays, weight, payload.squares)
         if not self.fold.holds_contributions and self._exchange.deltas.get(self.number) is payload:
-            del self._exchange.deltas[self.number]
+            self._exchange.deltas.pop(self.number, None)
         return taken
 
     def _reject(self, learner: str, reason: str, detail: str) -> None:

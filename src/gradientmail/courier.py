@@ -94,8 +94,9 @@ class Courier:
                 # Not named here: a name would hold its buffers until the next one comes.
                 await self._publish(self._handoff.outbox.popleft())
             deltas = self._exchange.deltas
-            for number in [n for n in deltas if n < self._watch.next_round]:
-                del deltas[number]
+            for number in tuple(deltas):  # the thread that merges takes out of it meanwhile
+                if number < self._watch.next_round:
+                    deltas.pop(number, None)
             await self._prepare_blank(self._posted)
             await _either(woken, changed)
 

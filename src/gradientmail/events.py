@@ -1,7 +1,8 @@
 """What happens in a session, one frozen dataclass an event.
 
-A callback is called with every event, on the session's background thread, in order. It should
-return soon; what it raises is logged and hurts nobody. ``str(event)`` is a plain sentence, which
+A callback is called with every event in order: on the session's background thread, and for the
+last ones (``GaveUp``, ``Closed``) on the thread that closes the session. It should return soon;
+what it raises is logged and hurts nobody. ``str(event)`` is a plain sentence, which
 is what ``log_events`` logs. Seconds are on this node's monotonic clock.
 """
 
@@ -343,5 +344,5 @@ class Announcer:
         for callback in self._callbacks:
             try:
                 callback(event)
-            except Exception:
+            except (Exception, SystemExit):  # that would end the loop's thread, and not the process
                 logger.exception("the callback %r failed on %r", callback, event)

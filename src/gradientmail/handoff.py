@@ -56,7 +56,7 @@ class Outgoing:
     """``time.perf_counter`` at the copy."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
     """A commit on its way in: a record, its version, and the arrays staged for the model."""
 

@@ -43,10 +43,12 @@ def due_at(standing: Standing, schedule: Schedule, in_flight: int, *, closing: b
     """The local step at which the next round is due, infinity while it waits for a commit.
 
     ``closing`` says that the round is about to close without this learner, which makes it due as
-    soon as its fragment has been trained for a step (SPEC 3).
+    soon as its fragment has been trained for a step. A model of few tensors has fewer
+    fragments than were asked for, and one fragment cannot be in flight twice: the second snapshot
+    would start from a version that the first replaces.
     """
     number = next_round(standing)
-    if number > standing.rounds_seen + in_flight:
+    if number > standing.rounds_seen + min(in_flight, schedule.fragments):
         return NEVER
     trained = standing.overwritten_at[schedule.fragment(number)] + 1
     if closing:

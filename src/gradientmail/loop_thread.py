@@ -114,6 +114,10 @@ class LoopThread:
             future.cancel()
             raise
 
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread, so that waiting for the loop would never end."""
+        return threading.current_thread() is self._thread
+
     def notify(self, callback: Callable[[], object]) -> None:
         """Have the loop call ``callback`` soon; nothing when it has ended."""
         try:

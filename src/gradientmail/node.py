@@ -239,20 +239,33 @@ class Node:
 
     async def _guard(self, work: Coroutine[Any, Any, object]) -> None:
         """A task that ends by an error nobody foresaw ends the training too, loudly."""
+        task = asyncio.current_task()
         try:
             await work
+        except asyncio.CancelledError:
+            if task is None or task.cancelling():
+                raise
+            self._handoff.fail(
+                RuntimeError(
+                    "a call of the mailbox or a callback ended in CancelledError, which nobody of "
+                    "this node asked for; let it raise MailboxUnavailable if it may be repeated"
+                )
+            )
         except Exception as error:
             self._handoff.fail(error)
 
     async def _keep_lease(self) -> None:
+        pause = self.settings.lease_every
         while True:
-            await self._clock.sleep(self.settings.lease_every)
+            await self._clock.sleep(pause)
             try:
                 held = await self._lease.renew()
             except Exception as error:
+                # Soon again: after another ``lease_every`` the others would take this node for dead.
+                pause = min(self.settings.poll_interval, self.settings.lease_every)
                 self._announce(TaskFailed(task="lease", error=repr(error)))
-                await self._clock.sleep(self.settings.poll_interval)
                 continue
+            pause = self.settings.lease_every
             if not held:
                 self._step_aside()
                 return

@@ -33,6 +33,8 @@ from gradientmail.run import Run, arrays_over
 
 LEAVE_SECONDS = 30.0
 """A clean exit gives the store so long to take the last words."""
+MOST_SAMPLES = 2**40
+"""In one step: more is a mistake, and sums of it would not fit into the records of a run."""
 ABANDON_SECONDS = 0.8
 """An exit by exception gives it so long to delete the lease."""
 
@@ -42,7 +44,8 @@ class Session:
 
     Constructing it joins: it creates the run from the model's parameters or loads the newest
     committed ones into the model, and returns with this learner's lease held. Use it as a context
-    manager around the training loop and call ``step`` after every optimizer step.
+    manager around the training loop and call ``step`` after every optimizer step. When it has
+    ended, the model holds the newest committed parameters.
 
     Args:
         model: a ``torch.nn.Module``. Its trainable parameters are exchanged, written in place.
@@ -54,9 +57,9 @@ class Session:
         backend: what merges rounds when this node closes them. Default: the model's own framework,
             on the host.
         compression: ``"off"`` or ``"zstd"``, of what this node uploads.
-        lease_every: seconds between signs of life.
+        lease_every: seconds between signs of life; half of ``lease_timeout`` at most.
         lease_timeout: seconds without one after which a learner counts as gone.
-        callbacks: called with every event (``gradientmail.events``) on the background thread.
+        callbacks: called with every event (``gradientmail.events``); see there for the thread.
 
     Raises:
         SchemaMismatch: the run there trains a model with other parameters.
@@ -82,11 +85,11 @@ class Session:
     ) -> None:
         """Join the run. Blocks until the model holds its newest parameters."""
         self._closed = False
-        _check_arguments(algorithm, mailbox, compression)
+        _check_arguments(algorithm, mailbox, compression, backend)
         settings = _settings(learner_id, poll_interval, lease_every, lease_timeout, compression)
         self._settings = settings
         self._algorithm = algorithm
-        self._announce = Announcer(tuple(callbacks))
+        self._announce = Announcer(_callbacks(callbacks))
         self._backend = backend_for(model)
         self._merging = self._backend if backend is None else backend
         self._parameters = self._backend.bind(model)
@@ -126,6 +129,12 @@ class Session:
     def _create(self) -> Manifest:
         """Copy the model's parameters and create the run from them."""
         schema = self._parameters.schema
+        bad = self._parameters.not_finite()
+        if bad:
+            raise ValueError(
+                f"parameters of the model hold NaN or infinity, and a run that begins with them "
+                f"could never train them: {', '.join(bad[:5])}{', …' if len(bad) > 5 else ''}"
+            )
         buffers = []
         for fragment in planned(schema, self._algorithm):
             buffer = fragment.theta.blank(self._pool.take)
@@ -178,7 +187,7 @@ class Session:
             SessionClosed: the session has been closed.
 
         """
-        if type(samples) is not int or samples < 1:
+        if type(samples) is not int or not 0 < samples <= MOST_SAMPLES:
             samples = _positive_integer(samples)
         self._step(samples)
 
@@ -209,6 +218,11 @@ class Session:
         """
         if self._closed:
             return
+        if self._thread.is_current():
+            raise RuntimeError(
+                "a session cannot be closed from a callback, which runs on its background thread; "
+                "set a flag there and close it from the thread that trains"
+            )
         try:
             self._leave()
         except BaseException:
@@ -278,7 +292,7 @@ def align(model: object, *, mailbox: Mailbox) -> int:
     """Load the newest committed parameters of the run under ``mailbox`` into ``model``.
 
     Publishes nothing, claims nothing. Returns the newest committed round, −1 if there is none: then
-    the model gets the run's initial parameters, or stays as it is when there is no run yet.
+    the model gets the run's initial parameters, or stays as it is when there is no run there.
 
     Raises:
         SchemaMismatch: the run there trains a model with other parameters.
@@ -321,8 +335,8 @@ def _positive_integer(samples: object) -> int:
             f"samples must be a positive integer, not {type(samples).__name__}: the number of "
             "samples (or tokens) in this optimizer step"
         ) from None
-    if count < 1:
-        raise ValueError(f"samples must be a positive integer, not {count}")
+    if not 0 < count <= MOST_SAMPLES:
+        raise ValueError(f"samples must be a positive integer (2**40 at most), not {count}")
     return count
 
 
@@ -334,12 +348,27 @@ def _seconds(name: str, value: float) -> float:
     return float(value)
 
 
-def _check_arguments(algorithm: object, mailbox: object, compression: object) -> None:
+def _callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
+    try:
+        found = tuple(callbacks)
+    except TypeError:
+        raise TypeError(f"callbacks must be a sequence of functions, not {callbacks!r}") from None
+    for callback in found:
+        if not callable(callback):
+            raise TypeError(f"callbacks must be functions of one event; {callback!r} is none")
+    return found
+
+
+def _check_arguments(
+    algorithm: object, mailbox: object, compression: object, backend: object
+) -> None:
     if not isinstance(algorithm, DiLoCo):
         raise TypeError(f"algorithm must be a DiLoCo, not {type(algorithm).__name__}")
     _check_mailbox(mailbox)
     if compression not in ("off", "zstd"):
         raise ValueError(f'compression must be "off" or "zstd", not {compression!r}')
+    if backend is not None and not isinstance(backend, Backend):
+        raise TypeError(f"backend must be a Backend or None, not {type(backend).__name__}")
 
 
 def _settings(
@@ -350,22 +379,20 @@ def _settings(
     compression: str,
 ) -> Settings:
     """This node's own settings, checked."""
-    settings = Settings(
+    timeout = _seconds("lease_timeout", lease_timeout)
+    return Settings(
         learner=default_learner_id() if learner_id is None else check_learner_id(learner_id),
         poll_interval=_seconds("poll_interval", poll_interval),
-        lease_every=_seconds("lease_every", lease_every),
-        lease_timeout=_seconds("lease_timeout", lease_timeout),
+        # A lease that is renewed too late would look like a crash.
+        lease_every=min(_seconds("lease_every", lease_every), timeout / 2),
+        lease_timeout=timeout,
         compressed=compression == "zstd",
     )
-    if settings.lease_every >= settings.lease_timeout:
-        raise ValueError(
-            f"lease_every ({lease_every}) must be shorter than lease_timeout ({lease_timeout}): "
-            "a lease that is renewed too late looks like a crash"
-        )
-    return settings
 
 
 def _check_mailbox(mailbox: object) -> None:
+    if isinstance(mailbox, type):
+        raise TypeError(f"mailbox must be a store, not the class {mailbox.__name__}: call it")
     if not isinstance(mailbox, Mailbox):
         raise TypeError(
             "mailbox must have put_if_absent, get, list and delete, which "

@@ -20,7 +20,7 @@ from gradientmail.exchange.exchange import Exchange, Payload
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Estimates, Ref, RoundRecord
 from gradientmail.run import Fragment, Run
-from gradientmail.sweeping import known_keys, sweep_thoroughly
+from gradientmail.sweeping import known_keys, stale, sweep_thoroughly
 from gradientmail.watch import Watch
 
 DECAY = 0.1
@@ -34,7 +34,7 @@ def moving_average(old: float | None, value: float | None) -> float | None:
 
 
 def grace_seconds(estimates: Estimates, *, gap: int, in_flight: int, overlap: int | None) -> float:
-    """How long a round stays open after its quorum (SPEC 5.3), 0 while an estimate is missing.
+    """How long a round stays open after its quorum, 0 while an estimate is missing.
 
     Half of the time in which the learners can train on without the commit, less what closing
     takes, and never longer than the learners need to the next round.
@@ -195,7 +195,7 @@ class Syncer:
         return grace_seconds(
             self._watch.estimates,
             gap=self._run.schedule.gap(number),
-            in_flight=algorithm.in_flight,
+            in_flight=min(algorithm.in_flight, len(self._run.fragments)),
             overlap=algorithm.overlap_steps,
         )
 
@@ -288,7 +288,8 @@ class Syncer:
         try:
             if expired is None and number >= 2 * fragments:  # committed before this node came
                 prefix = layout.blobs_round_prefix(number - 2 * fragments)
-                keys += await self._exchange.keys(prefix)
+                found = await self._exchange.keys(prefix)
+                keys += [key for key in found if stale(key, number, fragments)]
             await self._exchange.delete(keys)
             if self._watch.late_snapshots or self._commits_in_a_row % (4 * fragments) == 0:
                 await sweep_thoroughly(self._exchange, number, fragments)

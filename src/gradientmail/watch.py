@@ -91,7 +91,7 @@ class Watch:
         return latest.estimates if latest is not None else UNKNOWN
 
     def takeover_seconds(self) -> float:
-        """How long a follower bears silence: SPEC 5.3."""
+        """How long a follower waits for a record: 30 polls, or three times what a round takes."""
         known = (self.estimates.step, self.estimates.quorum, self.estimates.sync)
         return max(30 * self.poll_interval, 3 * sum(value or 0.0 for value in known))
 

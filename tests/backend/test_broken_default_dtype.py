@@ -15,11 +15,11 @@ PROGRAM = """
     backend = TorchBackend()
     exact = [0.0, 0.5, -0.5, 1.0, -1.5, 2.0, -3.0, 4.0, 6.0, -6.0]
     x = torch.tensor(exact, dtype=torch.float32)
-    for dtype, data, scale in (
-        ("F4", torch.zeros(16, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)),
-        ("F8_E4M3", torch.zeros(10, dtype=torch.float8_e4m3fn), torch.zeros((), dtype=torch.float32)),
+    for dtype, stored, size, scale in (
+        ("F4", torch.uint8, 16, torch.zeros(1, dtype=torch.uint8)),
+        ("F8_E4M3", torch.float8_e4m3fn, 10, torch.zeros((), dtype=torch.float32)),
     ):
-        back = torch.empty(10, dtype=torch.float32)
+        data, back = torch.zeros(size, dtype=stored), torch.empty(10, dtype=torch.float32)
         backend.encode(x, dtype, data, scale)
         backend.decode(data, dtype, scale, back)
         assert back.tolist() == exact, (dtype, back)

@@ -62,9 +62,12 @@ class OuterStep:
         """Write the next version of the fragment ``specs`` into the arrays of ``new``.
 
         ``new.theta`` has the arrays of ``theta_specs``, ``new.outer`` those of ``outer_specs``;
-        ``update`` those of ``update_specs``, none without a ``commit_dtype``. No array of ``old``
-        or of ``deltas`` may be among them. With ``final`` the step is ``master − Δ`` and the
-        momentum stays.
+        ``update`` those of ``update_specs``, none without a ``commit_dtype``. With ``final`` the
+        step is ``master − Δ`` and the momentum stays.
+
+        Without ``final`` and ``commit_dtype`` it may be written over what it uses up: then
+        ``new.outer`` may be ``old.outer``, and ``new.theta`` the arrays of one contribution in
+        ``deltas``. Otherwise no array of ``old`` or ``deltas`` may be among the new ones.
         """
         for spec in specs:
             step = self._final_step if final else self._nesterov_step

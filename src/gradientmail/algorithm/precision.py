@@ -1,6 +1,7 @@
-"""Which tensors a payload holds, and at which precision (SPEC section 4's table of formats).
+"""Which tensors a payload holds, and at which precision.
 
-Quantized formats carry their scales beside the data, as ``<name>.scale``.
+Quantized formats carry their scales beside the data, as ``<name>.scale``; what their bytes mean
+is stated at ``Backend.encode``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -149,17 +149,21 @@ class Backend(ABC):
         """``m' = β·m + Δ`` and ``master' = master − lr·(Δ + β·m')``, in fp32, in one pass.
 
         ``momentum=None`` is zero. ``master`` may be F32, F16 or BF16 (read as fp32); the outputs
-        are F32; each may be its own input (``new_momentum`` ``momentum``, ``new_master`` an F32
-        ``master``), and shares no memory with another one.
+        are F32. ``new_momentum`` may be ``momentum``, and ``new_master`` an F32 ``master`` or one
+        of the F32 arrays of ``delta``: of each element all is read before that is written. They
+        share no other memory.
         """
 
     @abstractmethod
     def encode(self, x: Array, dtype: str, data: Array, scale: Array | None) -> None:
-        """Write the F32 array ``x`` as ``dtype`` into ``data`` (SPEC section 4's table of formats).
+        """Write the F32 array ``x`` as ``dtype`` into ``data``, rounded to nearest even.
 
-        ``F32``, ``F16``, ``BF16``: rounded to nearest even, no ``scale``. ``F8_E4M3``: ``scale`` is
-        F32 of shape (). ``F4``: ``data`` and ``scale`` are bytes, half as many and one in 32 of the
-        padded element count.
+        ``F32``, ``F16``, ``BF16``: no ``scale``. The others store ``x / 2^k``. ``F8_E4M3``:
+        ``scale`` is ``2^k``, F32 of shape (), with ``k = ⌊log2 max|x|⌋ − 7``. ``F4`` (E2M1, as in
+        the OCP Microscaling formats): ``x`` is flattened and zero-padded to blocks of 32, each
+        with its ``k = ⌊log2 max|x|⌋ − 2`` as the byte ``k + 127`` in ``scale``; ``data`` holds two
+        elements a byte, the first in the low half, as codes 0 to 7 for 0, ½, 1, 1½, 2, 3, 4, 6
+        (more counts as 6) plus 8 when ``x < 0``. ``k`` is 0 for zeros, else from −126 to 127.
         """
 
     @abstractmethod

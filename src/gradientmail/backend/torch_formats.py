@@ -1,4 +1,4 @@
-"""The formats of payloads on CPU tensors: SPEC section 4's table, bit by bit."""
+"""The formats of payloads on CPU tensors, bit by bit as ``Backend.encode`` states them."""
 
 import math
 from collections.abc import Callable, Iterator

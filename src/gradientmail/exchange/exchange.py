@@ -76,7 +76,10 @@ class Exchange:
         self._extension = ZSTD if compressed else PLAIN
         self._held: WeakValueDictionary[str, Payload] = WeakValueDictionary()
         self.deltas: dict[int, Payload] = {}
-        """This learner's deltas by round, kept until merged here or committed elsewhere."""
+        """This learner's deltas by round, kept until merged here or committed elsewhere.
+
+        A commit made here may write over one and then forgets it.
+        """
 
     # Payloads
 

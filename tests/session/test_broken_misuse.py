@@ -1,0 +1,129 @@
+"""What users do by mistake gets an error that says so, and never a session that stands still."""
+
+import asyncio
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.session.models import ALGORITHM, QUICK, Events, net, no_threads_left, train_step
+
+import gradientmail as gm
+from gradientmail import events
+from gradientmail.events import Event
+
+
+def run_until(session: gm.Session, model: torch.nn.Module, rounds: int) -> bool:
+    """Train until so many rounds were seen, 15 s at most; whether they were."""
+    optimizer, ends = torch.optim.SGD(model.parameters(), lr=0.05), time.monotonic() + 15
+    while session.rounds_seen < rounds and time.monotonic() < ends:
+        train_step(model, optimizer, session.rounds_seen + 2)
+        session.step(samples=1)
+        time.sleep(0.001)
+    return session.rounds_seen >= rounds
+
+
+def test_a_callback_cannot_close_the_session_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """It runs on the thread that closing waits for."""
+    model, sessions = net(), list[gm.Session]()
+
+    def close(event: Event) -> None:
+        if isinstance(event, events.RoundCommitted) and event.round == 0:
+            sessions[0].close()
+
+    box = gm.MemoryMailbox()
+    with no_threads_left():
+        session = gm.Session(model, algorithm=ALGORITHM, mailbox=box, callbacks=[close], **QUICK)
+        sessions.append(session)
+        with session:
+            assert run_until(session, model, 3)
+    assert "cannot be closed from a callback" in caplog.text
+
+
+@pytest.mark.parametrize("end", [SystemExit, asyncio.CancelledError])
+def test_a_callback_that_ends_the_program_does_not_end_the_loop(end: type[BaseException]) -> None:
+    """With ``overlap_steps=0`` the training would wait for a thread that is gone."""
+    model = net()
+
+    def leave(event: Event) -> None:
+        if isinstance(event, events.RoundCommitted) and event.round == 0:
+            raise end
+
+    algorithm = gm.DiLoCo(sync_every=4, fragments=2, overlap_steps=0)
+    session = gm.Session(
+        model, algorithm=algorithm, mailbox=gm.MemoryMailbox(), callbacks=[leave], **QUICK
+    )
+    done: list[object] = []
+
+    def train() -> None:
+        try:
+            done.append(run_until(session, model, 4))
+        except RuntimeError as error:
+            done.append(str(error))
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert done, "the training waits for ever"
+    if end is SystemExit:
+        assert done == [True]
+        session.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mailbox": gm.MemoryMailbox}, "the class MemoryMailbox"),
+        ({"callbacks": print}, "sequence of functions"),
+        ({"callbacks": [None]}, "None is none"),
+        ({"backend": "torch"}, "a Backend or None, not str"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_refused(changes: dict[str, Any], said: str) -> None:
+    options = {"algorithm": ALGORITHM, "mailbox": gm.MemoryMailbox(), **QUICK, **changes}
+    with no_threads_left(), pytest.raises(TypeError, match=said):
+        gm.Session(net(), **options)
+
+
+def test_align_refuses_the_class_of_a_mailbox() -> None:
+    box: Any = gm.MemoryMailbox
+    with pytest.raises(TypeError, match="the class MemoryMailbox"):
+        gm.align(net(), mailbox=box)
+
+
+def test_samples_that_no_record_can_hold_are_refused_at_once() -> None:
+    """They would make every later snapshot of the fragment unreadable."""
+    model = net()
+    with gm.Session(
+        model, algorithm=ALGORITHM, mailbox=gm.MemoryMailbox(), callbacks=[], **QUICK
+    ) as session:
+        with pytest.raises(ValueError, match="samples must be a positive integer"):
+            session.step(samples=sys.maxsize)
+        assert run_until(session, model, 1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_run_begins_with_parameters_that_are_not_finite(value: float) -> None:
+    """No delta of theirs could ever be published. Joining replaces them, and is fine."""
+    sick, box = net(), gm.MemoryMailbox()
+    with torch.no_grad():
+        sick[0].weight[0, 0] = value
+    options: dict[str, Any] = {"algorithm": ALGORITHM, "mailbox": box, "callbacks": [], **QUICK}
+    with no_threads_left(), pytest.raises(ValueError, match=r"0\.weight"):
+        gm.Session(sick, learner_id="sick", **options)
+    assert asyncio.run(box.get("manifest.json")) is None
+    gm.Session(net(), learner_id="sick", **options).close()
+    with gm.Session(sick, **options):
+        assert bool(sick[0].weight.isfinite().all())
+
+
+def test_samples_of_all_steps_together_fit_a_record() -> None:
+    model, heard = net(), Events()
+    with gm.Session(
+        model, algorithm=ALGORITHM, mailbox=gm.MemoryMailbox(), callbacks=[heard], **QUICK
+    ) as session:
+        session.step(samples=2**40)
+        assert run_until(session, model, 2)
+    assert heard.of(events.SnapshotRejected) == []
