@@ -286,17 +286,20 @@ class StoreUnavailable(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFailed(Event):
-    """A background task failed for a reason that repeating may mend; it is repeated."""
+    """A background task failed for a reason that repeating may mend."""
 
     level: ClassVar[int] = logging.ERROR
     task: str
     """``poll``, ``publish``, ``fetch``, ``close round``, ``sweep`` or ``lease``."""
     error: str
     round: int | None = None
+    repeated: bool = True
+    """False for the last words of a node that leaves: its lease will run out by itself."""
 
     def __str__(self) -> str:
         where = "" if self.round is None else f"round {self.round}: "
-        return f"{where}{self.task} failed and is repeated: {self.error}"
+        again = " and is repeated" if self.repeated else " while leaving"
+        return f"{where}{self.task} failed{again}: {self.error}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -214,7 +214,7 @@ class Node:
                 await self._stop(task for task in self._tasks if task is not self._keeping)
                 await self._lease.release()
         except Exception as error:
-            self._announce(TaskFailed(task="lease", error=repr(error)))
+            self._announce(TaskFailed(task="lease", error=repr(error), repeated=False))
         finally:
             await self.abandon()
 
@@ -261,7 +261,7 @@ class Node:
             try:
                 held = await self._lease.renew()
             except Exception as error:
-                # Soon again: after another ``lease_every`` the others would take this node for dead.
+                # Soon again: after ``lease_every`` once more the others would call this node lost.
                 pause = min(self.settings.poll_interval, self.settings.lease_every)
                 self._announce(TaskFailed(task="lease", error=repr(error)))
                 continue

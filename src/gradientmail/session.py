@@ -352,7 +352,7 @@ def _callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
     try:
         found = tuple(callbacks)
     except TypeError:
-        raise TypeError(f"callbacks must be a sequence of functions, not {callbacks!r}") from None
+        raise TypeError(f"callbacks must be an iterable of functions, not {callbacks!r}") from None
     for callback in found:
         if not callable(callback):
             raise TypeError(f"callbacks must be functions of one event; {callback!r} is none")

@@ -95,6 +95,13 @@ class Syncer:
 
     async def run(self) -> None:
         """Close rounds until ``stop``."""
+        try:
+            await self._close_rounds()
+        finally:
+            if self._sweeping is not None:  # only when cancelled
+                self._sweeping.cancel()
+
+    async def _close_rounds(self) -> None:
         while not self._stopping.is_set():
             number = self._watch.next_round
             try:

@@ -70,13 +70,17 @@ def test_a_callback_that_ends_the_program_does_not_end_the_loop(end: type[BaseEx
     if end is SystemExit:
         assert done == [True]
         session.close()
+    else:
+        assert "CancelledError" in str(done[0])
+        with pytest.raises(RuntimeError, match="CancelledError"):
+            session.close()
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"mailbox": gm.MemoryMailbox}, "the class MemoryMailbox"),
-        ({"callbacks": print}, "sequence of functions"),
+        ({"callbacks": print}, "iterable of functions"),
         ({"callbacks": [None]}, "None is none"),
         ({"backend": "torch"}, "a Backend or None, not str"),
     ],
