@@ -7,13 +7,14 @@ from time import perf_counter
 from gradientmail.algorithm.outer import apply_update
 from gradientmail.backend.base import Backend, Parameters
 from gradientmail.clock import Clock, Offload
+from gradientmail.collecting import judge
 from gradientmail.deltas import Delta, make_delta
 from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.events import Event, SnapshotPublished, TaskFailed
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange, Payload, Sealed
 from gradientmail.exchange.payload import sha256_hex
-from gradientmail.exchange.records import RoundRecord, SnapshotRecord, Update
+from gradientmail.exchange.records import RoundRecord, SnapshotRecord, Update, expect_key
 from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
 from gradientmail.joining import rounds_held
 from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
@@ -145,7 +146,7 @@ class Courier:
         while not await self._exchange.put_snapshot(record):
             # One is there: this attempt's, its answer lost, or an earlier process's of this id.
             data = await self._exchange.snapshot(outgoing.round, self._learner)
-            if not healthy or data is None or self._counts(data):
+            if not healthy or data is None or await self._counts(outgoing, data):
                 break
             # It counts nothing, so that the round may wait for ever for a contribution.
             await self._exchange.delete((record.key,))
@@ -168,13 +169,18 @@ class Courier:
             )
         )
 
-    def _counts(self, snapshot: bytes) -> bool:
-        """Whether this learner's snapshot that is there already can be merged."""
+    async def _counts(self, outgoing: Outgoing, snapshot: bytes) -> bool:
+        """Whether this learner's snapshot that is there already can be merged, payload included."""
+        delta = self._run.fragments[outgoing.fragment].delta
+        base_version = self._run.schedule.version(outgoing.round) - 1
         try:
             record = SnapshotRecord.from_bytes(snapshot)
-        except ProtocolError:
+            expect_key(record, layout.snapshot_key(outgoing.round, self._learner))
+            if judge(record, digest=self._run.digest, base_version=base_version) is not None:
+                return False
+            return await self._exchange.fetch(record.payload, delta) is not None
+        except ProtocolError:  # what is there cannot be read
             return False
-        return record.steps > 0 and record.tokens > 0 and record.schema_digest == self._run.digest
 
     def _seal_delta(self, outgoing: Outgoing) -> tuple[Sealed, Delta]:
         """Compute the delta and hash it. Off the loop."""
@@ -236,13 +242,22 @@ class Courier:
         await self._fetch_new()
 
     async def _fetch_new(self) -> None:
-        """Post every commit that the learner has not got, the newest of each fragment only."""
+        """Post every commit that the learner has not got, the newest of each fragment only.
+
+        One whose payload is damaged is left out when later ones can be read: others may wait for
+        this learner to report, and so for ever. Its next snapshot of that fragment is stale.
+        """
+        damaged: PayloadCorrupt | None = None
         newest = [self._watch.progress.newest(fragment.index) for fragment in self._run.fragments]
         fresh = [record for record in newest if record is not None and record.round > self._posted]
         for record in sorted(fresh, key=lambda record: record.round):
             if self._watch.progress.newest(record.fragment) is not record:
                 return  # superseded while others were fetched; the change that told so wakes us
-            payload = await self._theta(record)
+            try:
+                payload = await self._theta(record)
+            except PayloadCorrupt as error:
+                damaged = error
+                continue
             if payload is None:
                 return  # swept: the next poll shows a newer version
             version = Version(record.version, payload, payload_arrays(self._backend, payload))
@@ -250,6 +265,8 @@ class Courier:
             self._versions[record.fragment] = version
             await self._prepare_blank(record.round)
             self._post(Arrival(record, version, staged))
+        if damaged is not None:
+            raise damaged
 
     def _post(self, arrival: Arrival) -> None:
         """Give an arrival to the learner, instead of an older one that it has not taken yet."""

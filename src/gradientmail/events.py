@@ -7,7 +7,7 @@ is what ``log_events`` logs. Seconds are on this node's monotonic clock.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -334,6 +334,18 @@ class Closed(Event):
 def log_events(event: Event) -> None:
     """Log the event as a sentence to the logger ``gradientmail``, at its class's level."""
     logger.log(event.level, "%s", event)
+
+
+def checked(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
+    """``callbacks`` as a tuple; ``TypeError`` naming what cannot be called."""
+    try:
+        found = tuple(callbacks)
+    except TypeError:
+        raise TypeError(f"callbacks must be an iterable of functions, not {callbacks!r}") from None
+    for callback in found:
+        if not callable(callback):
+            raise TypeError(f"callbacks must be functions of one event; {callback!r} is none")
+    return found
 
 
 class Announcer:

@@ -134,16 +134,26 @@ class Learner:
 
     def take_news(self) -> None:
         """Raise what the loop failed with, repair, align with what has arrived."""
-        handoff = self._handoff
-        handoff.news = False
+        self._handoff.news = False
+        try:
+            self._take_all(self._handoff)
+        except BaseException:  # also Ctrl-C, after which a notebook may train on
+            self._handoff.news = True
+            raise
+
+    def _take_all(self, handoff: Handoff) -> None:
         if handoff.failure is not None:
-            handoff.news = True
             raise handoff.failure
         if handoff.repair is not None:
             self._repair(*handoff.repair)
             handoff.repair = None
         while handoff.arrivals:
-            self._align(handoff.arrivals.popleft())
+            arrival = handoff.arrivals.popleft()
+            try:
+                self._align(arrival)
+            except BaseException:
+                handoff.arrivals.appendleft(arrival)
+                raise
 
     # Publishing
 

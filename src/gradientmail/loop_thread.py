@@ -114,9 +114,22 @@ class LoopThread:
             future.cancel()
             raise
 
-    def is_current(self) -> bool:
-        """Whether the caller runs on this thread, so that waiting for the loop would never end."""
-        return threading.current_thread() is self._thread
+    def is_alive(self) -> bool:
+        """Whether the thread runs; in a forked child it does not."""
+        return self._thread.is_alive()
+
+    def check_waitable(self) -> None:
+        """Raise ``RuntimeError`` where waiting for the loop would never end."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "a session cannot be closed from a callback, which runs on its background thread; "
+                "set a flag there and close it from the thread that trains"
+            )
+        if not self._thread.is_alive():
+            raise RuntimeError(
+                "the session's background thread is not running here: a child made by fork cannot "
+                "use or close its parent's session; make a new one with another learner_id"
+            )
 
     def notify(self, callback: Callable[[], object]) -> None:
         """Have the loop call ``callback`` soon; nothing when it has ended."""

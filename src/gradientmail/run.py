@@ -66,14 +66,13 @@ class Run:
 
 
 def read_run(manifest: Manifest) -> Run:
-    """The run of a manifest; ``ProtocolError`` when its options are not understood."""
+    """The run of a manifest; ``ProtocolError`` when its options or its plan cannot be used."""
     try:
-        algorithm = DiLoCo.from_json(manifest.algorithm)
+        return Run(manifest, DiLoCo.from_json(manifest.algorithm))
     except ValueError as error:
         raise ProtocolError(
             f"the run's manifest has options this version cannot use: {error}"
         ) from None
-    return Run(manifest, algorithm)
 
 
 def check_schema(run: Run, schema: Schema) -> None:

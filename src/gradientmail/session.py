@@ -18,7 +18,8 @@ from gradientmail.backend import backend_for
 from gradientmail.backend.base import Backend
 from gradientmail.clock import MonotonicClock
 from gradientmail.errors import SessionClosed
-from gradientmail.events import Announcer, Callback, Closed, GaveUp, log_events
+from gradientmail.events import Announcer, Callback, Closed, GaveUp, checked, log_events
+from gradientmail.exchange.compression import require_zstandard
 from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.layout import check_learner_id, default_learner_id
 from gradientmail.exchange.records import Manifest
@@ -89,7 +90,7 @@ class Session:
         settings = _settings(learner_id, poll_interval, lease_every, lease_timeout, compression)
         self._settings = settings
         self._algorithm = algorithm
-        self._announce = Announcer(_callbacks(callbacks))
+        self._announce = Announcer(checked(callbacks))
         self._backend = backend_for(model)
         self._merging = self._backend if backend is None else backend
         self._parameters = self._backend.bind(model)
@@ -218,11 +219,7 @@ class Session:
         """
         if self._closed:
             return
-        if self._thread.is_current():
-            raise RuntimeError(
-                "a session cannot be closed from a callback, which runs on its background thread; "
-                "set a flag there and close it from the thread that trains"
-            )
+        self._thread.check_waitable()
         try:
             self._leave()
         except BaseException:
@@ -267,7 +264,9 @@ class Session:
             self._pool.trim()
 
     def _abandon(self) -> None:
-        """At interpreter exit, when nobody closed the session."""
+        """At interpreter exit, when nobody closed the session. In a forked child it is not ours."""
+        if not self._thread.is_alive():
+            return
         self._end(clean=False)
         gc.collect()  # cancelled calls hold views of buffers, whose classes are about to go
 
@@ -348,17 +347,6 @@ def _seconds(name: str, value: float) -> float:
     return float(value)
 
 
-def _callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
-    try:
-        found = tuple(callbacks)
-    except TypeError:
-        raise TypeError(f"callbacks must be an iterable of functions, not {callbacks!r}") from None
-    for callback in found:
-        if not callable(callback):
-            raise TypeError(f"callbacks must be functions of one event; {callback!r} is none")
-    return found
-
-
 def _check_arguments(
     algorithm: object, mailbox: object, compression: object, backend: object
 ) -> None:
@@ -367,6 +355,8 @@ def _check_arguments(
     _check_mailbox(mailbox)
     if compression not in ("off", "zstd"):
         raise ValueError(f'compression must be "off" or "zstd", not {compression!r}')
+    if compression == "zstd":
+        require_zstandard()  # at once: a node that joins compresses nothing until it publishes
     if backend is not None and not isinstance(backend, Backend):
         raise TypeError(f"backend must be a Backend or None, not {type(backend).__name__}")
 

@@ -1,7 +1,10 @@
 """What users do by mistake gets an error that says so, and never a session that stands still."""
 
 import asyncio
+import os
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 from typing import Any
@@ -86,7 +89,8 @@ def test_a_callback_that_ends_the_program_does_not_end_the_loop(end: type[BaseEx
     ],
 )
 def test_an_argument_of_the_wrong_kind_is_refused(changes: dict[str, Any], said: str) -> None:
-    options = {"algorithm": ALGORITHM, "mailbox": gm.MemoryMailbox(), **QUICK, **changes}
+    options: dict[str, Any] = {"algorithm": ALGORITHM, "mailbox": gm.MemoryMailbox(), **QUICK}
+    options |= changes
     with no_threads_left(), pytest.raises(TypeError, match=said):
         gm.Session(net(), **options)
 
@@ -113,14 +117,14 @@ def test_no_run_begins_with_parameters_that_are_not_finite(value: float) -> None
     """No delta of theirs could ever be published. Joining replaces them, and is fine."""
     sick, box = net(), gm.MemoryMailbox()
     with torch.no_grad():
-        sick[0].weight[0, 0] = value
+        next(sick.parameters()).view(-1)[0] = value
     options: dict[str, Any] = {"algorithm": ALGORITHM, "mailbox": box, "callbacks": [], **QUICK}
-    with no_threads_left(), pytest.raises(ValueError, match=r"0\.weight"):
+    with no_threads_left(), pytest.raises(ValueError, match=r"0\.(weight|bias)"):
         gm.Session(sick, learner_id="sick", **options)
     assert asyncio.run(box.get("manifest.json")) is None
     gm.Session(net(), learner_id="sick", **options).close()
     with gm.Session(sick, **options):
-        assert bool(sick[0].weight.isfinite().all())
+        assert all(bool(parameter.isfinite().all()) for parameter in sick.parameters())
 
 
 def test_samples_of_all_steps_together_fit_a_record() -> None:
@@ -131,3 +135,53 @@ def test_samples_of_all_steps_together_fit_a_record() -> None:
         session.step(samples=2**40)
         assert run_until(session, model, 2)
     assert heard.of(events.SnapshotRejected) == []
+
+
+def test_compression_without_its_extra_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that joins would otherwise fail to publish, again and again."""
+    options: dict[str, Any] = {"algorithm": ALGORITHM, "mailbox": gm.MemoryMailbox(), **QUICK}
+    with gm.Session(net(), callbacks=[], **options):
+        monkeypatch.setitem(sys.modules, "zstandard", None)
+        with pytest.raises(gm.MissingExtra, match=r"gradientmail\[zstd\]"):
+            gm.Session(net(), compression="zstd", learner_id="b", **options)
+
+
+FORKED = """
+    import os, sys, time
+    import torch
+    import gradientmail as gm
+
+    def tell(event):
+        if os.getpid() != parent:
+            print("CHILD", event, flush=True)
+
+    parent = os.getpid()
+    session = gm.Session(
+        torch.nn.Linear(3, 3), algorithm=gm.DiLoCo(sync_every=2, fragments=1, in_flight=1),
+        mailbox=gm.MemoryMailbox(), poll_interval=0.02, callbacks=[tell],
+    )
+    session.step(samples=1)
+    child = os.fork()
+    if child == 0:
+        try:
+            session.close()
+        except RuntimeError as error:
+            print("child", error, flush=True)
+        sys.exit(7)  # which runs what is registered for the exit
+    print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    while session.rounds_seen < 2:
+        session.step(samples=1)
+        time.sleep(0.001)
+    session.close()
+    print("closed", flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_leaves_its_parents_session_alone() -> None:
+    program = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(FORKED)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "cannot use or close its parent's session" in lines[0]
+    assert lines[1:] == ["status 7", "closed"]

@@ -34,7 +34,7 @@ def compress(layout: PayloadLayout, payload: Buffer, take: Take) -> memoryview:
     source = memoryview(payload).cast("B")
     if source.nbytes != layout.nbytes:
         raise ValueError(f"payload has {source.nbytes} bytes, its layout {layout.nbytes}")
-    zstandard = _zstandard()
+    zstandard = require_zstandard()
     if any(map(_is_wide, layout.slots.values())):
         source = _each_slot(layout.slots, source, take(layout.nbytes), shuffle)
     out = take(_bound(layout.nbytes))
@@ -48,7 +48,7 @@ def decompress(layout: PayloadLayout, stored: Buffer, take: Take) -> memoryview:
     ``PayloadCorrupt`` when it is not exactly one frame holding the right number of bytes and a
     header for these tensors.
     """
-    zstandard = _zstandard()
+    zstandard = require_zstandard()
     source = memoryview(stored).cast("B")
     out = take(layout.nbytes)
     try:
@@ -62,7 +62,8 @@ def decompress(layout: PayloadLayout, stored: Buffer, take: Take) -> memoryview:
     return _each_slot(slots, out, take(layout.nbytes), unshuffle)
 
 
-def _zstandard() -> Any:
+def require_zstandard() -> Any:
+    """The zstandard module; ``MissingExtra`` without it."""
     try:
         import zstandard
     except ImportError:
