@@ -94,6 +94,7 @@ class ParametersNotFinite(Event):
 class RoundClaimed(Event):
     """This node will close the round."""
 
+    level: ClassVar[int] = logging.DEBUG
     round: int
     claim: int
     """1 for the first claim on the round, more when a claimant before was given up."""
@@ -106,7 +107,6 @@ class RoundClaimed(Event):
 class TookOver(Event):
     """This node takes a round over from a node that left, died or fell silent."""
 
-    level: ClassVar[int] = logging.WARNING
     round: int
     previous: str | None
     """The last claimant's learner id, when there was a claim."""
@@ -249,15 +249,24 @@ class LearnerAppeared(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerLeft(Event):
+    """A learner left the run: its lease was deleted."""
+
+    learner: str
+
+    def __str__(self) -> str:
+        return f"{self.learner} left the run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerLost(Event):
-    """A learner left (its lease was deleted) or went silent (its lease is stale)."""
+    """A learner went silent: its lease is stale."""
 
     level: ClassVar[int] = logging.WARNING
     learner: str
-    left: bool
 
     def __str__(self) -> str:
-        return f"{self.learner} {'left the run' if self.left else 'has not renewed its lease'}"
+        return f"{self.learner} has not renewed its lease"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,8 @@ def check_schema(run: Run, schema: Schema) -> None:
         )
         raise SchemaMismatch(
             f"this model is not the one that the run under this mailbox trains; {len(lines)} "
-            f"parameters differ:\n  {shown}\nUse the run's model, or another prefix for a new run."
+            f"parameters differ:\n  {shown}\nUse the run's model, or another folder or prefix for "
+            "a new run."
         )
 
 
@@ -95,7 +96,7 @@ def check_algorithm(run: Run, algorithm: DiLoCo) -> None:
         shown = "\n  ".join(lines)
         raise RunConfigMismatch(
             "the run under this mailbox was created with other options (this node's, then the "
-            f"run's):\n  {shown}\nUse the run's options, or another prefix for a new run."
+            f"run's):\n  {shown}\nUse the run's options, or another folder or prefix for a new run."
         )
 
 

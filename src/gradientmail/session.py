@@ -9,6 +9,7 @@ import contextlib
 import gc
 import operator
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from random import Random
 from types import TracebackType
 from typing import Literal, Self
@@ -383,6 +384,8 @@ def _settings(
 def _check_mailbox(mailbox: object) -> None:
     if isinstance(mailbox, type):
         raise TypeError(f"mailbox must be a store, not the class {mailbox.__name__}: call it")
+    if isinstance(mailbox, str | Path):
+        raise TypeError(f"mailbox must be a store: pass FilesystemMailbox({str(mailbox)!r})")
     if not isinstance(mailbox, Mailbox):
         raise TypeError(
             "mailbox must have put_if_absent, get, list and delete, which "

@@ -9,7 +9,14 @@ import asyncio
 from collections.abc import Callable
 
 from gradientmail.clock import Clock, wait_or_sleep
-from gradientmail.events import Event, LearnerAppeared, LearnerLost, RoundSeen, TaskFailed
+from gradientmail.events import (
+    Event,
+    LearnerAppeared,
+    LearnerLeft,
+    LearnerLost,
+    RoundSeen,
+    TaskFailed,
+)
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.lease import LeaseBook
@@ -137,7 +144,8 @@ class Watch:
         for learner in sorted(live - self.live):
             self._announce(LearnerAppeared(learner=learner))
         for learner in sorted(self.live - live):
-            self._announce(LearnerLost(learner=learner, left=learner not in listed))
+            silent = learner in listed
+            self._announce((LearnerLost if silent else LearnerLeft)(learner=learner))
         if live != self.live:
             self.live = live
             self.changed.set()

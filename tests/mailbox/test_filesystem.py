@@ -165,6 +165,8 @@ def test_root_may_be_a_link_a_relative_path_or_new(
         FilesystemMailbox(tmp_path / "real/key")
     with pytest.raises(ValueError, match="empty"):
         FilesystemMailbox("")
+    with pytest.raises(ValueError, match="URL 's3://bucket/run'"):
+        FilesystemMailbox("s3://bucket/run")
 
 
 def test_large_objects_are_read_into_kept_memory(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tests.node.worlds import World, happened, train_until
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.events import (
+    LearnerLeft,
     LearnerLost,
     RoundClaimed,
     RoundCommitted,
@@ -86,7 +87,7 @@ def test_a_killed_closer_is_replaced_when_its_lease_is_stale() -> None:
         (event,) = happened(other, TookOver)
         assert (event.round, event.previous, event.reason) == (before, "a", "lease")
         (lost,) = happened(other, LearnerLost)
-        assert (lost.learner, lost.left) == ("a", False)
+        assert lost.learner == "a"
         await other.train(12)
         await other.close()
         check_history(world.archive)
@@ -108,8 +109,8 @@ def test_a_closer_that_leaves_is_replaced_at_once() -> None:
         await other.train(12)
         await other.close()
         check_history(world.archive)
-        lost = happened(other, LearnerLost)
-        assert [(event.learner, event.left) for event in lost] == [("a", True)]
+        assert [event.learner for event in happened(other, LearnerLeft)] == ["a"]
+        assert happened(other, LearnerLost) == []
 
     run_virtual(main, limit_seconds=500)
 

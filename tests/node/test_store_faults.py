@@ -47,7 +47,7 @@ def test_the_store_is_away_and_everything_goes_on_afterwards(away: float) -> Non
         await asyncio.gather(*training)
         await asyncio.gather(*(node.close() for node in nodes))
         for node in nodes:
-            lost = [e for e in happened(node, LearnerLost) if not e.left]
+            lost = happened(node, LearnerLost)
             assert lost == [], "somebody was taken for dead"
             assert [e for e in happened(node, TookOver) if e.reason == "lease"] == []
             assert happened(node, StoreUnavailable)
@@ -159,7 +159,7 @@ def test_slow_connections(in_flight: int) -> None:
         found = check_history(world.archive)
         assert len(found) >= 6
         for node in nodes:
-            assert [e for e in happened(node, LearnerLost) if not e.left] == []
+            assert happened(node, LearnerLost) == []
             check_settled(world.archive, node)
 
     run_virtual(main, limit_seconds=5000)

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,7 +73,14 @@ def test_a_bad_argument_is_named(changes: dict[str, Any], kind: type[Exception],
     assert asyncio.run(box.list("")) == ()
 
 
-@pytest.mark.parametrize("box", [None, {}, "s3://bucket", object()])
+def test_a_path_is_not_a_mailbox_yet() -> None:
+    with pytest.raises(TypeError, match=r"FilesystemMailbox\('runs/x'\)"):
+        gm.Session(net(), algorithm=ALGORITHM, mailbox="runs/x")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"FilesystemMailbox\('runs/x'\)"):
+        gm.align(net(), mailbox=Path("runs/x"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("box", [None, {}, object()])
 def test_a_mailbox_that_is_none(box: Any) -> None:
     with pytest.raises(TypeError, match="put_if_absent"):
         session(box)

@@ -59,6 +59,8 @@ class FilesystemMailbox:
         """
         if not os.fspath(path):
             raise ValueError("FilesystemMailbox needs the path of a folder, got an empty one")
+        if "://" in os.fspath(path):
+            raise ValueError(f"FilesystemMailbox needs the path of a folder, not the URL {path!r}")
         self.path = os.path.abspath(os.fspath(path))
         self._staging = Staging(self.path)
         self._pool = HOST
