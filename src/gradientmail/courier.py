@@ -200,7 +200,7 @@ class Courier:
         ``seen`` is the newest round that the learner has, or is about to get.
         """
         number = max(self._last_published, seen) + 1
-        if number > seen + self._run.algorithm.in_flight:
+        if number > seen + min(self._run.algorithm.in_flight, len(self._run.fragments)):
             return  # it waits for a commit, and so does the memory
         fragment = self._run.schedule.fragment(number)
         blanks = self._handoff.blanks

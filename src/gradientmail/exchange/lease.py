@@ -36,6 +36,9 @@ class Lease:
         """
         while True:
             numbers = await self._numbers()
+            if max(numbers, default=0) >= layout.MAX_ROUND:  # no lease gets so far by itself
+                await self._remove(numbers)
+                numbers = []
             self.beat = max(numbers, default=0) + 1
             if await self._put(self.beat):
                 await self._remove(number for number in numbers if number < self.beat)
