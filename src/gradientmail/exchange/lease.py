@@ -38,7 +38,7 @@ class Lease:
             numbers = await self._numbers()
             if max(numbers, default=0) >= layout.MAX_ROUND:  # no lease gets so far by itself
                 await self._remove(numbers)
-                numbers = []
+                numbers.clear()
             self.beat = max(numbers, default=0) + 1
             if await self._put(self.beat):
                 await self._remove(number for number in numbers if number < self.beat)
