@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from random import Random
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from gradientmail import buffers
 from gradientmail.buffers import PAGE, SMALL, BufferPool, Shown
 
 BIG = 2 * SMALL
@@ -132,11 +134,15 @@ def test_a_buffer_outlives_its_pool(make: Callable[[], BufferPool]) -> None:
 
 @each_pool
 def test_a_pool_in_a_cycle_with_its_buffers_ends(make: Callable[[], BufferPool]) -> None:
+    lent = len(buffers._lent)
     for _ in range(3):
         cycle: list[Any] = [make()]
+        ended = weakref.ref(cycle[0])
         cycle += [cycle[0].take(BIG), cycle]
         del cycle
         gc.collect()
+        assert ended() is None
+        assert len(buffers._lent) == lent
 
 
 @each_pool

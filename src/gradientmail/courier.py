@@ -6,6 +6,7 @@ from time import perf_counter
 
 from gradientmail.algorithm.outer import apply_update
 from gradientmail.backend.base import Backend, Parameters
+from gradientmail.buffers import PAGE
 from gradientmail.clock import Clock, Offload
 from gradientmail.collecting import judge
 from gradientmail.deltas import Delta, make_delta
@@ -19,8 +20,6 @@ from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
 from gradientmail.joining import rounds_held
 from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
 from gradientmail.watch import Signal, Watch
-
-PAGE = 4096
 
 
 class Courier:

@@ -131,7 +131,11 @@ def test_time_limit() -> None:
 
 
 def test_time_limit_is_inclusive() -> None:
-    run_virtual(lambda: asyncio.sleep(100), limit_seconds=100)
+    async def main() -> float:
+        await asyncio.sleep(100)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main, limit_seconds=100) == 100
 
 
 def test_spinning_is_an_error() -> None:
