@@ -23,8 +23,9 @@ LAYERS = {
     "committing": 6,
     **dict.fromkeys(("learner", "courier", "syncer"), 7),
     "node": 8,
-    **dict.fromkeys(("session", "patterns"), 9),
-    **dict.fromkeys(("testing", "__init__"), 10),
+    **dict.fromkeys(("arguments", "patterns"), 9),
+    "session": 10,
+    **dict.fromkeys(("testing", "__init__"), 11),
 }
 # Beyond the numbers: the two columns of the picture stay apart all the way down.
 APART = {("exchange", "backend"), ("algorithm", "mailbox"), ("learner", "mailbox")}

@@ -7,22 +7,25 @@ loop half of the node runs on. The training thread is whichever calls ``step``.
 import atexit
 import contextlib
 import gc
-import operator
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from random import Random
 from types import TracebackType
 from typing import Literal, Self
 
 from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.arguments import (
+    MOST_SAMPLES,
+    check_arguments,
+    check_mailbox,
+    positive_integer,
+    settings_of,
+)
 from gradientmail.backend import backend_for
 from gradientmail.backend.base import Backend
 from gradientmail.clock import MonotonicClock
 from gradientmail.errors import SessionClosed
 from gradientmail.events import Announcer, Callback, Closed, GaveUp, checked, log_events
-from gradientmail.exchange.compression import require_zstandard
 from gradientmail.exchange.exchange import Exchange
-from gradientmail.exchange.layout import check_learner_id, default_learner_id
 from gradientmail.exchange.records import Manifest
 from gradientmail.handoff import Blank, Handoff, Version
 from gradientmail.joining import read_newest
@@ -30,13 +33,11 @@ from gradientmail.learner import Learner
 from gradientmail.loop_thread import LoopThread
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.mailbox.retrying import RetryingMailbox
-from gradientmail.node import Node, Settings, planned
+from gradientmail.node import Node, planned
 from gradientmail.run import Run, arrays_over
 
 LEAVE_SECONDS = 30.0
 """A clean exit gives the store so long to take the last words."""
-MOST_SAMPLES = 2**40
-"""In one step: more is a mistake, and sums of it would not fit into the records of a run."""
 ABANDON_SECONDS = 0.8
 """An exit by exception gives it so long to delete the lease."""
 
@@ -87,8 +88,8 @@ class Session:
     ) -> None:
         """Join the run. Blocks until the model holds its newest parameters."""
         self._closed = False
-        _check_arguments(algorithm, mailbox, compression, backend)
-        settings = _settings(learner_id, poll_interval, lease_every, lease_timeout, compression)
+        check_arguments(algorithm, mailbox, compression, backend)
+        settings = settings_of(learner_id, poll_interval, lease_every, lease_timeout, compression)
         self._settings = settings
         self._algorithm = algorithm
         self._announce = Announcer(checked(callbacks))
@@ -190,7 +191,7 @@ class Session:
 
         """
         if type(samples) is not int or not 0 < samples <= MOST_SAMPLES:
-            samples = _positive_integer(samples)
+            samples = positive_integer(samples)
         self._step(samples)
 
     @property
@@ -299,7 +300,7 @@ def align(model: object, *, mailbox: Mailbox) -> int:
         PayloadCorrupt: its parameters cannot be read.
 
     """
-    _check_mailbox(mailbox)
+    check_mailbox(mailbox)
     backend = backend_for(model)
     parameters = backend.bind(model)
     thread = LoopThread("gradientmail-align")
@@ -323,71 +324,3 @@ def align(model: object, *, mailbox: Mailbox) -> int:
 def _refuse(samples: int) -> None:
     del samples
     raise SessionClosed("this session is closed; make a new Session to train on")
-
-
-def _positive_integer(samples: object) -> int:
-    if isinstance(samples, bool):
-        raise TypeError("samples must be a positive integer, not a bool")
-    try:
-        count = operator.index(samples)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(
-            f"samples must be a positive integer, not {type(samples).__name__}: the number of "
-            "samples (or tokens) in this optimizer step"
-        ) from None
-    if not 0 < count <= MOST_SAMPLES:
-        raise ValueError(f"samples must be a positive integer (2**40 at most), not {count}")
-    return count
-
-
-def _seconds(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be a positive number of seconds, not {value!r}")
-    return float(value)
-
-
-def _check_arguments(
-    algorithm: object, mailbox: object, compression: object, backend: object
-) -> None:
-    if not isinstance(algorithm, DiLoCo):
-        raise TypeError(f"algorithm must be a DiLoCo, not {type(algorithm).__name__}")
-    _check_mailbox(mailbox)
-    if compression not in ("off", "zstd"):
-        raise ValueError(f'compression must be "off" or "zstd", not {compression!r}')
-    if compression == "zstd":
-        require_zstandard()  # at once: a node that joins compresses nothing until it publishes
-    if backend is not None and not isinstance(backend, Backend):
-        raise TypeError(f"backend must be a Backend or None, not {type(backend).__name__}")
-
-
-def _settings(
-    learner_id: str | None,
-    poll_interval: float,
-    lease_every: float,
-    lease_timeout: float,
-    compression: str,
-) -> Settings:
-    """This node's own settings, checked."""
-    timeout = _seconds("lease_timeout", lease_timeout)
-    return Settings(
-        learner=default_learner_id() if learner_id is None else check_learner_id(learner_id),
-        poll_interval=_seconds("poll_interval", poll_interval),
-        # A lease that is renewed too late would look like a crash.
-        lease_every=min(_seconds("lease_every", lease_every), timeout / 2),
-        lease_timeout=timeout,
-        compressed=compression == "zstd",
-    )
-
-
-def _check_mailbox(mailbox: object) -> None:
-    if isinstance(mailbox, type):
-        raise TypeError(f"mailbox must be a store, not the class {mailbox.__name__}: call it")
-    if isinstance(mailbox, str | Path):
-        raise TypeError(f"mailbox must be a store: pass FilesystemMailbox({str(mailbox)!r})")
-    if not isinstance(mailbox, Mailbox):
-        raise TypeError(
-            "mailbox must have put_if_absent, get, list and delete, which "
-            f"{type(mailbox).__name__} has not"
-        )

@@ -1,0 +1,85 @@
+"""The arguments of ``Session``, ``align`` and ``step``, checked in words that say what to pass."""
+
+import operator
+from pathlib import Path
+
+from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.backend.base import Backend
+from gradientmail.exchange.compression import require_zstandard
+from gradientmail.exchange.layout import check_learner_id, default_learner_id
+from gradientmail.mailbox.base import Mailbox
+from gradientmail.node import Settings
+
+MOST_SAMPLES = 2**40
+"""In one step: more is a mistake, and sums of it would not fit into the records of a run."""
+
+
+def positive_integer(samples: object) -> int:
+    """``samples`` of one optimizer step as an int, whatever integer type it has."""
+    if isinstance(samples, bool):
+        raise TypeError("samples must be a positive integer, not a bool")
+    try:
+        count = operator.index(samples)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"samples must be a positive integer, not {type(samples).__name__}: the number of "
+            "samples (or tokens) in this optimizer step"
+        ) from None
+    if not 0 < count <= MOST_SAMPLES:
+        raise ValueError(f"samples must be a positive integer (2**40 at most), not {count}")
+    return count
+
+
+def _seconds(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be a positive number of seconds, not {value!r}")
+    return float(value)
+
+
+def check_arguments(
+    algorithm: object, mailbox: object, compression: object, backend: object
+) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what is not what ``Session`` takes."""
+    if not isinstance(algorithm, DiLoCo):
+        raise TypeError(f"algorithm must be a DiLoCo, not {type(algorithm).__name__}")
+    check_mailbox(mailbox)
+    if compression not in ("off", "zstd"):
+        raise ValueError(f'compression must be "off" or "zstd", not {compression!r}')
+    if compression == "zstd":
+        require_zstandard()  # at once: a node that joins compresses nothing until it publishes
+    if backend is not None and not isinstance(backend, Backend):
+        raise TypeError(f"backend must be a Backend or None, not {type(backend).__name__}")
+
+
+def settings_of(
+    learner_id: str | None,
+    poll_interval: float,
+    lease_every: float,
+    lease_timeout: float,
+    compression: str,
+) -> Settings:
+    """This node's own settings, checked."""
+    timeout = _seconds("lease_timeout", lease_timeout)
+    return Settings(
+        learner=default_learner_id() if learner_id is None else check_learner_id(learner_id),
+        poll_interval=_seconds("poll_interval", poll_interval),
+        # A lease that is renewed too late would look like a crash.
+        lease_every=min(_seconds("lease_every", lease_every), timeout / 2),
+        lease_timeout=timeout,
+        compressed=compression == "zstd",
+    )
+
+
+def check_mailbox(mailbox: object) -> None:
+    """Raise ``TypeError`` unless it has the four operations; says what to pass instead."""
+    if isinstance(mailbox, type):
+        raise TypeError(f"mailbox must be a store, not the class {mailbox.__name__}: call it")
+    if isinstance(mailbox, str | Path):
+        raise TypeError(f"mailbox must be a store: pass FilesystemMailbox({str(mailbox)!r})")
+    if not isinstance(mailbox, Mailbox):
+        raise TypeError(
+            "mailbox must have put_if_absent, get, list and delete, which "
+            f"{type(mailbox).__name__} has not"
+        )
