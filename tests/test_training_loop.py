@@ -1,0 +1,61 @@
+"""Every snippet of docs/your-training-loop.md runs as printed and does what its section says."""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradientmail as gm
+
+PAGE = Path(__file__).parents[1] / "docs" / "your-training-loop.md"
+INTRODUCTION = ""
+"""The heading of what stands before the first one: the lines that every snippet follows."""
+
+
+@cache
+def snippets() -> dict[str, tuple[str, ...]]:
+    """The blocks marked ``python`` by the heading that they stand under."""
+    parts = re.split(r"^## (.*)\n", PAGE.read_text("utf-8"), flags=re.MULTILINE)
+    named = zip([INTRODUCTION, *parts[1::2]], parts[::2], strict=True)
+    pattern = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return {heading: tuple(pattern.findall(text)) for heading, text in named}
+
+
+def trained(names: dict[str, Any]) -> None:
+    """The session is closed, the model holds a commit, and the loss fell."""
+    session: gm.Session = names["session"]
+    assert session.rounds_seen >= 0
+    with pytest.raises(gm.SessionClosed):
+        session.step(samples=1)
+    torch.manual_seed(1)
+    fresh = dict(names)
+    exec(snippets()[INTRODUCTION][0], fresh)
+    batch = torch.randn(256, 4)
+    assert names["loss_of"](names["model"], batch) < fresh["loss_of"](fresh["model"], batch)
+
+
+CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "The loop": trained,
+}
+"""By heading, what is true of the names that its snippets have left."""
+
+
+@pytest.mark.parametrize(
+    "heading", [heading for heading, blocks in snippets().items() if heading and blocks]
+)
+def test_the_code_runs_as_printed(
+    heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # A reader's session may look once a second; a test need not wait so long.
+    quick = {**(gm.Session.__init__.__kwdefaults__ or {}), "poll_interval": 0.02}
+    monkeypatch.setattr(gm.Session.__init__, "__kwdefaults__", quick)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in (*snippets()[INTRODUCTION], *snippets()[heading]):
+        exec(block, names)
+    assert heading in CHECKS, f"say in CHECKS what the code under {heading!r} does"
+    CHECKS[heading](names)
