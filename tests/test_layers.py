@@ -26,6 +26,8 @@ LAYERS = {
     **dict.fromkeys(("arguments", "patterns"), 9),
     "session": 10,
     **dict.fromkeys(("testing", "__init__"), 11),
+    "commands": 12,
+    "__main__": 13,
 }
 # Beyond the numbers: the two columns of the picture stay apart all the way down.
 APART = {("exchange", "backend"), ("algorithm", "mailbox"), ("learner", "mailbox")}

@@ -21,6 +21,7 @@ from gradientmail.errors import (
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.mailbox.filesystem import FilesystemMailbox
 from gradientmail.mailbox.memory import MemoryMailbox
+from gradientmail.mailbox.urls import open_mailbox
 from gradientmail.session import Session, align
 
 __all__ = [
@@ -44,4 +45,5 @@ __all__ = [
     "WeightedMean",
     "align",
     "events",
+    "open_mailbox",
 ]

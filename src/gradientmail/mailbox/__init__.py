@@ -1,12 +1,21 @@
 """The stores that a run can live in, and what wraps them.
 
-``base`` states the contract. ``MemoryMailbox`` and ``FilesystemMailbox`` are stores;
-``RetryingMailbox`` waits for a store that is away. Import them from their modules or from here.
+``base`` states the contract. ``MemoryMailbox`` and ``FilesystemMailbox`` are stores,
+``open_mailbox`` opens one by its URL, ``RetryingMailbox`` waits for a store that is away. Import
+them from their modules or from here.
 """
 
 from gradientmail.mailbox.base import Mailbox, check_key
 from gradientmail.mailbox.filesystem import FilesystemMailbox
 from gradientmail.mailbox.memory import MemoryMailbox
 from gradientmail.mailbox.retrying import RetryingMailbox
+from gradientmail.mailbox.urls import open_mailbox
 
-__all__ = ["FilesystemMailbox", "Mailbox", "MemoryMailbox", "RetryingMailbox", "check_key"]
+__all__ = [
+    "FilesystemMailbox",
+    "Mailbox",
+    "MemoryMailbox",
+    "RetryingMailbox",
+    "check_key",
+    "open_mailbox",
+]
