@@ -23,7 +23,7 @@ LAYERS = {
     "committing": 6,
     **dict.fromkeys(("learner", "courier", "syncer"), 7),
     "node": 8,
-    **dict.fromkeys(("arguments", "patterns"), 9),
+    **dict.fromkeys(("arguments", "patterns", "verification"), 9),
     "session": 10,
     **dict.fromkeys(("testing", "__init__"), 11),
     "commands": 12,

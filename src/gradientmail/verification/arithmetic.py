@@ -1,0 +1,221 @@
+"""The numbers of a commit, computed again with any backend and compared.
+
+Backends and the order of contributions may differ in the last bits, so values are compared by the
+length of their difference. Where bytes must be equal (theta from its master, or rebuilt from an
+update) they are compared as bytes.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gradientmail.algorithm.merge import Fold, contribution_weight
+from gradientmail.algorithm.outer import FragmentState, OuterStep, apply_update
+from gradientmail.algorithm.precision import decode_tensors, fp32_array
+from gradientmail.backend.base import Array, Backend
+from gradientmail.exchange.exchange import Payload
+from gradientmail.exchange.payload import PayloadLayout, sha256_hex
+from gradientmail.exchange.records import SnapshotRecord
+from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
+from gradientmail.schema import TensorSpec
+from gradientmail.verification.reading import memory
+
+ROUNDING = 2.0**-21
+"""Relative error allowed to a few fp32 operations."""
+MERGING = 1e-4
+"""The same for a merge, whose contributions may have been summed in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A committed version of one fragment."""
+
+    version: int
+    theta: Payload
+    outer: Payload | None
+    """None for Θ⁰: zero momentum, theta is the master."""
+
+    def arrays(self, backend: Backend) -> FragmentState:
+        """As the outer step reads it."""
+        outer = {} if self.outer is None else payload_arrays(backend, self.outer)
+        return FragmentState(payload_arrays(backend, self.theta), outer)
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """A snapshot that a commit lists, and its delta."""
+
+    record: SnapshotRecord
+    delta: Payload
+
+
+class Arithmetic:
+    """Computes commits of one run again."""
+
+    def __init__(self, run: Run, backend: Backend) -> None:
+        """``backend`` need not be the one that the commits were made with."""
+        self._run = run
+        self._backend = backend
+        self._lr = run.algorithm.outer_lr
+        self._beta = run.algorithm.outer_momentum
+        self._step = OuterStep(self._lr, self._beta, run.algorithm.commit_dtype)
+
+    # The whole step, where the deltas are still there
+
+    def step_faults(
+        self, fragment: Fragment, old: State, new: State, contributions: Sequence[Contribution]
+    ) -> Iterator[str]:
+        """How ``new`` differs from the outer step on ``old`` and exactly these contributions."""
+        fold = Fold(
+            self._run.algorithm.merge,
+            fragment.specs,
+            self._backend,
+            memory,
+            expected=len(contributions),
+        )
+        for one in contributions:
+            weight = contribution_weight(one.record.tokens, one.record.steps)
+            if weight <= 0 or not fold.add(self._delta(fragment, one), weight):
+                yield f"the delta of {one.record.learner} counts nothing or is not finite"
+                return
+        final = all(one.record.final for one in contributions)
+        before, after = old.arrays(self._backend), new.arrays(self._backend)
+        expected = self._stepped(fragment, before, fold, final=final)
+        for spec in fragment.specs:
+            apart = self._apart(spec, before, after, expected, MERGING)
+            if apart is not None:
+                yield f"{spec.name}: {apart} from the outer step on the deltas that it lists"
+
+    def _delta(self, fragment: Fragment, one: Contribution) -> dict[str, Array]:
+        arrays = payload_arrays(self._backend, one.delta)
+        dtype = self._run.algorithm.delta_dtype
+        return decode_tensors(self._backend, arrays, dtype, fragment.specs, memory)
+
+    def _stepped(
+        self, fragment: Fragment, old: FragmentState, fold: Fold, *, final: bool
+    ) -> FragmentState:
+        def blank(one: PayloadLayout) -> dict[str, Array]:
+            return arrays_over(self._backend, one.blank(memory), one)
+
+        update = {} if fragment.update is None else blank(fragment.update)
+        new = FragmentState(blank(fragment.theta), blank(fragment.outer))
+        self._step(
+            self._backend,
+            fragment.specs,
+            old,
+            fold.merged().deltas,
+            new=new,
+            update=update,
+            final=final,
+            take=memory,
+        )
+        return new
+
+    # What old and new state show without the deltas
+
+    def trace_faults(self, fragment: Fragment, old: State, new: State) -> Iterator[str]:
+        """How ``new`` contradicts ``old`` whatever the deltas were.
+
+        The merged delta is what the momentum took in, ``Δ = m' − β·m``, and leads from the old
+        master to the new one; only in a final round the momentum stays as it was, and any Δ may.
+        """
+        backend = self._backend
+        before, after = old.arrays(backend), new.arrays(backend)
+        if all(self._kept(before, after, spec) for spec in fragment.specs):
+            return  # a final round, or one whose deltas were zero
+        for spec in fragment.specs:
+            taken, kept = after.momentum(spec.name), before.momentum(spec.name)
+            delta = [(1.0, taken)] + ([] if kept is None else [(-self._beta, kept)])
+            merged = fp32_array(backend, spec, memory)
+            backend.combine(delta, merged)
+            expected = FragmentState(
+                {spec.name: fp32_array(backend, spec, memory)},
+                {f"momentum.{spec.name}": fp32_array(backend, spec, memory)},
+            )
+            backend.nesterov(
+                ((1.0, merged),),
+                kept,
+                before.master(spec.name),
+                beta=self._beta,
+                lr=self._lr,
+                new_momentum=expected.outer[f"momentum.{spec.name}"],
+                new_master=expected.theta[spec.name],
+            )
+            apart = self._apart(spec, before, after, expected, ROUNDING)
+            if apart is not None:
+                yield f"{spec.name}: {apart} from where the momentum says that it went"
+
+    def _kept(self, before: FragmentState, after: FragmentState, spec: TensorSpec) -> bool:
+        taken, kept = after.momentum(spec.name), before.momentum(spec.name)
+        if kept is None:
+            return self._backend.sum_of_squares(taken) == 0.0
+        return self._distance(spec, taken, kept) == 0.0
+
+    def _apart(
+        self,
+        spec: TensorSpec,
+        before: FragmentState,
+        after: FragmentState,
+        expected: FragmentState,
+        rounding: float,
+    ) -> str | None:
+        """How far momentum or master is from what is expected, None when that is rounding.
+
+        Neither is compared where a length overflows.
+        """
+        name = spec.name
+        moved, goal = after.momentum(name), expected.momentum(name)
+        kept = before.momentum(name)
+        force = self._length(moved) + self._length(goal) + self._length(kept)
+        place = self._length(before.master(name)) + self._length(after.master(name))
+        checks = (
+            ("momentum", moved, goal, rounding * force),
+            (
+                "master",
+                after.master(name),
+                expected.master(name),
+                rounding * (1 + self._beta) * self._lr * force + ROUNDING * place,
+            ),
+        )
+        for what, found, wanted, allowed in checks:
+            distance = self._distance(spec, found, wanted)
+            if math.isfinite(allowed) and not distance <= allowed:
+                return f"{what} is {distance:.3g} (rounding: {allowed:.3g})"
+        return None
+
+    def _length(self, x: Array | None) -> float:
+        return 0.0 if x is None else math.sqrt(self._backend.sum_of_squares(x))
+
+    def _distance(self, spec: TensorSpec, x: Array, y: Array) -> float:
+        difference = fp32_array(self._backend, spec, memory)
+        self._backend.subtract(x, y, difference)
+        return self._length(difference)
+
+    # What must be equal to the byte
+
+    def theta_faults(
+        self, fragment: Fragment, old: State | None, new: State, update: Payload | None, digest: str
+    ) -> Iterator[str]:
+        """Where theta is not its master rounded, or not what ``update`` makes of the old theta.
+
+        ``digest`` is the record's, of the rebuilt theta.
+        """
+        backend = self._backend
+        buffer = fragment.theta.blank(memory)
+        theta = arrays_over(backend, buffer, fragment.theta)
+        if update is None:
+            outer = new.arrays(backend)
+            for spec in fragment.specs:
+                backend.encode(outer.master(spec.name), spec.dtype, theta[spec.name], None)
+        elif old is not None:
+            dtype = self._run.algorithm.commit_dtype
+            arrays = payload_arrays(backend, update)
+            before = payload_arrays(backend, old.theta)
+            apply_update(backend, fragment.specs, before, arrays, dtype, theta, memory)
+            if sha256_hex(buffer) != digest:
+                yield "the update does not lead to the theta whose digest is recorded"
+        else:
+            return
+        for name, slot in fragment.theta.slots.items():
+            if new.theta.data(name) != buffer[slot.start : slot.stop]:
+                yield f"{name}: theta is not what {'the update' if update else 'its master'} gives"

@@ -1,0 +1,152 @@
+"""One commit after the other: its payloads, the deltas it lists, the arithmetic between them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradientmail.backend.base import Backend
+from gradientmail.collecting import judge
+from gradientmail.errors import PayloadCorrupt
+from gradientmail.exchange.exchange import Exchange, Payload
+from gradientmail.exchange.payload import PayloadLayout
+from gradientmail.exchange.records import Participant, Ref, RoundRecord
+from gradientmail.run import Fragment, Run
+from gradientmail.verification.arithmetic import Arithmetic, Contribution, State
+from gradientmail.verification.reading import read_snapshot
+from gradientmail.verification.report import Violation
+
+type Tell = Callable[[Violation], None]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has been looked at."""
+
+    payloads: int = 0
+    recomputed: int = 0
+    consistent: int = 0
+
+
+class Commits:
+    """Reads versions of fragments and checks each against the one before."""
+
+    def __init__(self, run: Run, exchange: Exchange, backend: Backend | None, tell: Tell) -> None:
+        """Without a ``backend`` no number is looked at. ``tell`` is called with each violation."""
+        self._run = run
+        self._exchange = exchange
+        self._arithmetic = None if backend is None else Arithmetic(run, backend)
+        self._tell = tell
+        self.counts = Counts()
+
+    async def initial(self, fragment: Fragment) -> State | None:
+        """Θ⁰ of a fragment; None, told, when it is not there."""
+        ref = self._run.manifest.init[fragment.index]
+        theta = await self.payload(ref, fragment.theta, "manifest")
+        return None if theta is None else State(0, theta, None)
+
+    async def payload(
+        self, ref: Ref, payload_layout: PayloadLayout, invariant: str
+    ) -> Payload | None:
+        """A payload that must be there."""
+        self.counts.payloads += 1
+        try:
+            payload = await self._exchange.fetch(ref, payload_layout)
+        except PayloadCorrupt as error:
+            self._tell(Violation(invariant, ref.key, str(error)))
+            return None
+        if payload is None:
+            self._tell(Violation(invariant, ref.key, "it does not exist"))
+        return payload
+
+    async def check(
+        self, record: RoundRecord, old: State | None, *, complete: bool
+    ) -> State | None:
+        """Check a commit against the version before (None when that is not known any more).
+
+        Returns the version that it made, None when that cannot be read. With ``complete`` every
+        delta that it lists must be there; else they may have been swept.
+        """
+        fragment = self._run.fragments[self._run.schedule.fragment(record.round)]
+        theta = await self.payload(record.theta, fragment.theta, "payloads")
+        outer = await self.payload(record.outer, fragment.outer, "payloads")
+        update = None
+        if record.update is not None and fragment.update is not None:
+            update = await self.payload(record.update.payload, fragment.update, "payloads")
+        contributions = await self._contributions(record, fragment, complete=complete)
+        if theta is None or outer is None:
+            return None
+        new = State(record.version, theta, outer)
+        if self._arithmetic is not None:
+            self._compute(self._arithmetic, record, fragment, old, new, update, contributions)
+        return new
+
+    async def _contributions(
+        self, record: RoundRecord, fragment: Fragment, *, complete: bool
+    ) -> list[Contribution] | None:
+        """All that the commit lists; None when one of them is gone."""
+        found: list[Contribution] = []
+        for one in record.participants:
+            contribution = await self._contribution(record, fragment, one, complete=complete)
+            if contribution is None:
+                return None
+            found.append(contribution)
+        return found
+
+    async def _contribution(
+        self, record: RoundRecord, fragment: Fragment, one: Participant, *, complete: bool
+    ) -> Contribution | None:
+        key = f"{record.key} ({one.learner})"
+        snapshot = await read_snapshot(self._exchange, record.round, one.learner)
+        same = snapshot is not None and (snapshot.local_step, snapshot.steps, snapshot.tokens) == (
+            one.local_step,
+            one.steps,
+            one.tokens,
+        )
+        if snapshot is None or not same:  # swept, or another one of a later process came late
+            if complete:
+                self._tell(Violation("snapshots", key, "the snapshot that it lists is not there"))
+            return None
+        verdict = judge(snapshot, digest=self._run.digest, base_version=record.version - 1)
+        if verdict is not None:
+            self._tell(Violation("bases", key, f"{verdict[0]}: {verdict[1]}"))
+        if complete:
+            delta = await self.payload(snapshot.payload, fragment.delta, "snapshots")
+        else:
+            delta = await self._swept(snapshot.payload, fragment.delta)
+        return None if delta is None else Contribution(snapshot, delta)
+
+    async def _swept(self, ref: Ref, payload_layout: PayloadLayout) -> Payload | None:
+        """A payload that may be gone, or damaged: its round is over."""
+        try:
+            payload = await self._exchange.fetch(ref, payload_layout)
+        except PayloadCorrupt:
+            return None
+        self.counts.payloads += payload is not None
+        return payload
+
+    def _compute(
+        self,
+        arithmetic: Arithmetic,
+        record: RoundRecord,
+        fragment: Fragment,
+        old: State | None,
+        new: State,
+        update: Payload | None,
+        contributions: list[Contribution] | None,
+    ) -> None:
+        faults: list[tuple[str, str]] = []
+        if record.update is None or update is not None:
+            digest = "" if record.update is None else record.update.theta_digest
+            faults += [
+                ("theta", text)
+                for text in arithmetic.theta_faults(fragment, old, new, update, digest)
+            ]
+        if old is not None and contributions:
+            self.counts.recomputed += 1
+            steps = arithmetic.step_faults(fragment, old, new, contributions)
+            faults += [("commits", text) for text in steps]
+        elif old is not None:
+            self.counts.consistent += 1
+            traces = arithmetic.trace_faults(fragment, old, new)
+            faults += [("commits", text) for text in traces]
+        for invariant, text in faults:
+            self._tell(Violation(invariant, record.key, text))
