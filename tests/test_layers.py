@@ -31,11 +31,15 @@ LAYERS = {
 }
 # Beyond the numbers: the two columns of the picture stay apart all the way down.
 APART = {("exchange", "backend"), ("algorithm", "mailbox"), ("learner", "mailbox")}
+BACKEND_CONTRACT = {
+    f"testing/backend_{part}.py" for part in ("arithmetic", "formats", "parameters", "values")
+}
 # Packages from outside the standard library, and the only places that may name them.
 THIRD_PARTY = {
     "torch": {"backend/torch_chunks.py"},
     "mlx": {"backend/mlx.py"},
-    "numpy": {"backend/numpy.py", "exchange/compression.py"},  # there only if it is installed
+    # The contract of backends is written in numpy; compression uses it only if it is installed.
+    "numpy": {"backend/numpy.py", "exchange/compression.py", *BACKEND_CONTRACT},
     "boto3": {"mailbox/s3.py"},
     "botocore": {"mailbox/s3.py"},
     "zstandard": {"exchange/compression.py"},

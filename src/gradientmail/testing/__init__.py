@@ -4,4 +4,5 @@
 * ``faults``: mailboxes that fail, hang, are slow or count, around any other.
 * ``simulated``: one store seen by many nodes over links that are slow, unreliable or cut.
 * ``mailbox_contract``: the tests that every mailbox passes (needs pytest and hypothesis).
+* ``backend_contract``: the tests that every backend passes (needs pytest and numpy).
 """

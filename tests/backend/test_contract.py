@@ -1,0 +1,34 @@
+"""The backends of this package, by the contract that every backend passes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gradientmail.backend.base import Backend
+from gradientmail.backend.torch import TorchBackend
+from gradientmail.testing.backend_contract import BackendContract
+from gradientmail.testing.backend_parameters import Tensors
+from gradientmail.testing.backend_values import Floats
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class TestTorchBackend(BackendContract):
+    def make_backend(self) -> Backend:
+        return TorchBackend()
+
+    def make_model(self, tensors: Tensors) -> Any:
+        model = nn.Module()
+        for name, (dtype, values) in tensors.items():
+            tensor = torch.from_numpy(values.copy()).to(DTYPES[dtype])
+            model.register_parameter(name, nn.Parameter(tensor))
+        return model
+
+    def read_model(self, model: Any) -> Mapping[str, Floats]:
+        return {
+            name: p.detach().float().numpy().astype(np.float32, copy=True)
+            for name, p in model.named_parameters()
+        }
