@@ -1,5 +1,6 @@
 """Every snippet of docs/your-training-loop.md runs as printed and does what its section says."""
 
+import asyncio
 import re
 from collections.abc import Callable
 from functools import cache
@@ -38,8 +39,29 @@ def trained(names: dict[str, Any]) -> None:
     assert names["loss_of"](names["model"], batch) < fresh["loss_of"](fresh["model"], batch)
 
 
+def kept(names: dict[str, Any], prefix: str) -> list[str]:
+    """Keys in the mailbox."""
+    box: gm.Mailbox = names["mailbox"]
+    return list(asyncio.run(box.list(prefix)))
+
+
+def shared(names: dict[str, Any]) -> None:
+    """All units are this node's, and it has trained on them."""
+    trained(names)
+    assert kept(names, "units/") == [f"units/epoch0-shard{i}" for i in range(6)]
+
+
+def waited(names: dict[str, Any]) -> None:
+    """The barrier was passed by the one who came."""
+    trained(names)
+    assert names["learners"] == {names["session"].learner_id}
+    assert len(kept(names, "barriers/start/")) == 1
+
+
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "The loop": trained,
+    "Waiting for other nodes": waited,
+    "Work shared by all nodes": shared,
 }
 """By heading, what is true of the names that its snippets have left."""
 

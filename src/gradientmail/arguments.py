@@ -30,7 +30,21 @@ def positive_integer(samples: object) -> int:
     return count
 
 
-def _seconds(name: str, value: float) -> float:
+def count_of(name: str, value: int) -> int:
+    """``value`` of the argument ``name`` if it is an integer from 1 on, else an error naming it."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {value!r}") from None
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    if count < 1:
+        raise ValueError(f"{name} must be 1 or more, not {value!r}")
+    return count
+
+
+def seconds_of(name: str, value: float) -> float:
+    """``value`` of the argument ``name`` as positive finite seconds, else an error naming it."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
     if not 0 < value < float("inf"):
@@ -61,12 +75,12 @@ def settings_of(
     compression: str,
 ) -> Settings:
     """This node's own settings, checked."""
-    timeout = _seconds("lease_timeout", lease_timeout)
+    timeout = seconds_of("lease_timeout", lease_timeout)
     return Settings(
         learner=default_learner_id() if learner_id is None else check_learner_id(learner_id),
-        poll_interval=_seconds("poll_interval", poll_interval),
+        poll_interval=seconds_of("poll_interval", poll_interval),
         # A lease that is renewed too late would look like a crash.
-        lease_every=min(_seconds("lease_every", lease_every), timeout / 2),
+        lease_every=min(seconds_of("lease_every", lease_every), timeout / 2),
         lease_timeout=timeout,
         compressed=compression == "zstd",
     )

@@ -105,9 +105,13 @@ class LoopThread:
         future = self._compute.submit(work, *args, **kwargs)
         return await asyncio.wrap_future(future)
 
+    def submit[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin ``work`` on the loop; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
     def call[T](self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run ``work`` on the loop and wait for its result; cancelled when the wait ends early."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        future = self.submit(work)
         try:
             return future.result(timeout)
         except BaseException:
