@@ -38,7 +38,7 @@ async def find_run(
         manifest = await exchange.manifest()
         if manifest is not None:
             return manifest
-        count = len(await exchange.keys(layout.BLOBS_INIT))
+        count = sum(map(_is_init, await exchange.keys(layout.BLOBS_INIT)))
         if count != uploads:
             uploads, moved = count, clock.now()
         last = await exchange.last_claim(None)
@@ -50,6 +50,12 @@ async def find_run(
                 return None
             moved = clock.now()
         await clock.sleep(poll_interval)
+
+
+def _is_init(key: str) -> bool:
+    """Whether a creator may have uploaded this; what else comes and goes there is not progress."""
+    blob = layout.parse_blob_key(key)
+    return blob is not None and blob.kind == "init"
 
 
 async def create_run(

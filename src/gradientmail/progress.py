@@ -31,6 +31,8 @@ class Progress:
         self.next_round = 0
         self.history: dict[int, RoundRecord] = {}
         """By round, at least the last P and at most 2P + 1."""
+        self.blocked: ProtocolError | None = None
+        """Why the next round cannot be committed: an object that is no record has its key."""
 
     def newest(self, fragment: int) -> RoundRecord | None:
         """The newest record of a fragment, None before its first commit."""
@@ -48,8 +50,25 @@ class Progress:
         self._take_in(record)
 
     async def read_next(self) -> bool:
-        """Look for the next record, once; a node that turns out to be behind catches up."""
-        if not await self._read_one():
+        """Look for the next record, once; a node that turns out to be behind catches up.
+
+        ``ProtocolError`` while an object that is no record has the next record's key. If later
+        rounds are there, it was one: the run is past it, and so is this node as soon as it can be.
+        """
+        number = self.next_round
+        try:
+            found = await self._read_one()
+        except ProtocolError as error:
+            if await self._is_committed(number, {}):
+                await self.catch_up()
+                return True
+            self.blocked = ProtocolError(
+                f"{error}. No round can be committed until it is removed; 'gradientmail verify' "
+                "tells whether any other object refers to it"
+            )
+            raise self.blocked from None
+        self.blocked = None
+        if not found:
             return False
         if await self._read_one():  # one more has come already
             await self.catch_up()
@@ -66,48 +85,66 @@ class Progress:
         wanted = range(max(self.next_round, last + 1 - self._fragments), last + 1)
         limit = asyncio.Semaphore(AT_ONCE)
 
-        async def read(number: int) -> None:
+        async def read(number: int) -> RoundRecord:
             async with limit:
-                if not await self._probe(number, probed):
-                    raise ProtocolError(f"{layout.round_key(number)} is missing below later rounds")
+                return probed.get(number) or await self._require(number)
 
-        reads = [read(number) for number in wanted if number not in probed]
-        for result in await asyncio.gather(*reads, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-        for number in wanted:
+        found = await asyncio.gather(*map(read, wanted), return_exceptions=True)
+        for number, record in zip(wanted, found, strict=True):
+            if isinstance(record, BaseException):
+                raise record
             if number >= self.next_round:  # this node's own commits may have come in meanwhile
-                self._take_in(probed[number])
+                self._take_in(record)
 
     async def _last(self, probed: dict[int, RoundRecord]) -> int:
         """The last round that is committed."""
         low, step = self.next_round - 1, 1
-        while await self._probe(low + step, probed):
+        while await self._is_committed(low + step, probed):
             low, step = low + step, step * 2
         high = low + step
         while high - low > 1:
             middle = (low + high) // 2
-            if await self._probe(middle, probed):
+            if await self._is_committed(middle, probed):
                 low = middle
             else:
                 high = middle
         return low
 
-    async def _probe(self, number: int, probed: dict[int, RoundRecord]) -> bool:
+    async def _is_committed(self, number: int, probed: dict[int, RoundRecord]) -> bool:
+        """Whether the round has a record, which is then in ``probed`` if it can be read.
+
+        An object that is none may be what became of one, or may have been put there by somebody
+        before its time. It was one when the next round is committed.
+        """
+        for later in range(number, layout.MAX_ROUND + 1):
+            try:
+                record = await self._read(later)
+            except ProtocolError:
+                continue
+            if record is not None:
+                probed[later] = record
+            return record is not None
+        return False
+
+    async def _read(self, number: int) -> RoundRecord | None:
         record = await self._exchange.round(number)
+        if record is not None:
+            self._check(record, number)
+        return record
+
+    async def _require(self, number: int) -> RoundRecord:
+        record = await self._read(number)
         if record is None:
-            return False
-        self._check(record, number)
-        probed[number] = record
-        return True
+            raise ProtocolError(f"{layout.round_key(number)} is missing below later rounds")
+        return record
 
     async def _read_one(self) -> bool:
         number = self.next_round
-        record = await self._exchange.round(number)
+        record = await self._read(number)
         if record is None:
             return False
         if number == self.next_round:  # else this node committed it meanwhile
-            self.advance(record)
+            self._take_in(record)
         return True
 
     def _check(self, record: RoundRecord, number: int) -> None:

@@ -125,6 +125,8 @@ class Syncer:
             if number > 0:
                 # A predecessor may have died between a commit and the end of its sweep.
                 await sweep_thoroughly(self._exchange, number - 1, len(self._run.fragments))
+        if self._watch.progress.blocked is not None:
+            raise self._watch.progress.blocked
         self._watch.seek("syncer", number)
         state = asyncio.ensure_future(self._hold_state(self._run.fragments[self._fragment(number)]))
         try:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from gradientmail.clock import Clock, wait_or_sleep
+from gradientmail.errors import ProtocolError
 from gradientmail.events import (
     Event,
     LearnerAppeared,
@@ -176,7 +177,14 @@ class Watch:
         await self._poll()
 
     async def _poll(self) -> None:
-        await self.progress.read_next()
+        try:
+            await self.progress.read_next()
+        except ProtocolError:
+            await self._poll_others()  # a record that cannot be read makes nobody stale
+            raise
+        await self._poll_others()
+
+    async def _poll_others(self) -> None:
         now = self._clock.now()
         if now - self._leases_listed >= self._lease_cadence():
             await self.refresh_leases()

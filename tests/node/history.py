@@ -41,8 +41,12 @@ def contribution(archive: Archive, number: int, row: Mapping[str, Any]) -> dict[
     """The snapshot record that a participant of a record is made from."""
     key = f"snapshots/{number:010d}/{row['learner']}.json"
     for data in archive.ever[key]:
-        found: dict[str, Any] = json.loads(data)
-        if all(found[name] == row[name] for name in ("local_step", "steps", "tokens")):
+        try:
+            found = json.loads(data)
+        except ValueError:
+            continue  # somebody's garbage, replaced since
+        counts = ("local_step", "steps", "tokens")
+        if isinstance(found, dict) and all(found.get(name) == row[name] for name in counts):
             return found
     raise AssertionError(f"{key} never held {row}")
 

@@ -59,7 +59,7 @@ class Strided:
         _check_text("block_pattern", self.block_pattern)
         try:
             groups = re.compile(self.block_pattern).groups
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"block_pattern={self.block_pattern!r} is not a regular expression: {error}"
             ) from None

@@ -17,8 +17,17 @@ from gradientmail.clock import Offload
 from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.exchange import compression, layout
 from gradientmail.exchange.payload import PayloadLayout, Slot, sha256_hex
-from gradientmail.exchange.records import Claim, Manifest, Ref, RoundRecord, SnapshotRecord
-from gradientmail.mailbox.base import Mailbox
+from gradientmail.exchange.records import (
+    MANIFEST_LIMIT,
+    ROUND_LIMIT,
+    SMALL_LIMIT,
+    Claim,
+    Manifest,
+    Ref,
+    RoundRecord,
+    SnapshotRecord,
+)
+from gradientmail.mailbox.base import Mailbox, get_at_most
 
 PLAIN = ".safetensors"
 ZSTD = ".safetensors.zst"
@@ -130,7 +139,10 @@ class Exchange:
             raise PayloadCorrupt(
                 f"{ref.key}: {ref.size} bytes are more than its tensors' {payload_layout.nbytes}"
             )
-        stored = await self.mailbox.get(ref.key)
+        try:
+            stored = await get_at_most(self.mailbox, ref.key, ref.size)
+        except ProtocolError as error:
+            raise PayloadCorrupt(str(error)) from None
         if stored is None:
             return None
         payload = await self._offload(
@@ -143,8 +155,7 @@ class Exchange:
 
     async def manifest(self) -> Manifest | None:
         """The run's manifest, None before it exists. ``ProtocolError`` when it is not one."""
-        data = await self.mailbox.get(layout.MANIFEST)
-        return None if data is None else Manifest.from_bytes(data)
+        return await self._record(layout.MANIFEST, MANIFEST_LIMIT, Manifest.from_bytes)
 
     async def create_manifest(self, manifest: Manifest) -> Manifest:
         """Create the run; returns the manifest that counts, which may be another node's."""
@@ -153,9 +164,18 @@ class Exchange:
         return manifest if found is None else found
 
     async def round(self, number: int) -> RoundRecord | None:
-        """The record of a round, None before it is committed."""
-        data = await self.mailbox.get(layout.round_key(number))
-        return None if data is None else RoundRecord.from_bytes(data)
+        """The record of a round, None before it is committed.
+
+        ``ProtocolError`` naming the key when what is there is not the record of this round.
+        """
+        return await self._record(layout.round_key(number), ROUND_LIMIT, RoundRecord.from_bytes)
+
+    async def _record[R](self, key: str, limit: int, decode: Callable[[Buffer], R]) -> R | None:
+        data = await get_at_most(self.mailbox, key, limit)
+        try:
+            return None if data is None else decode(data)
+        except ProtocolError as error:
+            raise ProtocolError(f"{key} cannot be read: {error}") from None
 
     async def commit(self, record: RoundRecord) -> RoundRecord:
         """Create the round's record; returns the one that counts.
@@ -169,8 +189,17 @@ class Exchange:
         return record if found is None else found
 
     async def snapshot(self, number: int, learner: str) -> bytes | None:
-        """The raw snapshot record of a learner; decoded by whoever judges it."""
-        data = await self.mailbox.get(layout.snapshot_key(number, learner))
+        """The raw snapshot record of a learner; decoded by whoever judges it.
+
+        No bytes for one that is larger than any can be: that is no record either.
+        """
+        return await self._small(layout.snapshot_key(number, learner))
+
+    async def _small(self, key: str) -> bytes | None:
+        try:
+            data = await get_at_most(self.mailbox, key, SMALL_LIMIT)
+        except ProtocolError:
+            return b""
         return None if data is None else bytes(data)
 
     async def put_snapshot(self, record: SnapshotRecord) -> bool:
@@ -203,14 +232,14 @@ class Exchange:
         newest: tuple[int, str | None] | None = None
         attempt = 1
         while True:
-            data = await self.mailbox.get(layout.claim_key(number, attempt))
+            data = await self._small(layout.claim_key(number, attempt))
             if data is None:
                 return newest
             newest = (attempt, _learner_of(data))
             attempt += 1
 
     async def _claimant(self, key: str) -> str | None:
-        data = await self.mailbox.get(key)
+        data = await self._small(key)
         return None if data is None else _learner_of(data)
 
     # Removal

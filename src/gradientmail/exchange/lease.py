@@ -13,8 +13,11 @@ from collections.abc import Iterable
 
 from gradientmail.errors import ProtocolError
 from gradientmail.exchange import layout
-from gradientmail.exchange.records import Beat
-from gradientmail.mailbox.base import Mailbox
+from gradientmail.exchange.records import SMALL_LIMIT, Beat
+from gradientmail.mailbox.base import Mailbox, get_at_most
+
+LAST_BEAT = layout.MAX_ROUND // 2
+"""No lease gets so far by itself; beats beyond it would leave none for the next process."""
 
 
 class Lease:
@@ -36,9 +39,9 @@ class Lease:
         """
         while True:
             numbers = await self._numbers()
-            if max(numbers, default=0) >= layout.MAX_ROUND:  # no lease gets so far by itself
-                await self._remove(numbers)
-                numbers.clear()
+            if max(numbers, default=0) > LAST_BEAT:
+                await self._remove(number for number in numbers if number > LAST_BEAT)
+                continue
             self.beat = max(numbers, default=0) + 1
             if await self._put(self.beat):
                 await self._remove(number for number in numbers if number < self.beat)
@@ -56,9 +59,11 @@ class Lease:
         # and deleted what lay below it is seen by the beat it holds now.
         self.beat += 1
         numbers = await self._numbers()
-        if max(numbers, default=0) > self.beat:
-            await self._remove((self.beat,))
-            return False
+        for newer in [number for number in numbers if number > self.beat]:
+            if not await self._is_garbage(newer):
+                await self._remove((self.beat,))
+                return False
+            await self._remove((newer,))
         await self._remove(number for number in numbers if number < self.beat)
         return True
 
@@ -77,15 +82,32 @@ class Lease:
         return [beat[1] for beat in parsed if beat is not None and beat[0] == self._learner]
 
     async def _put(self, number: int) -> bool:
-        """Create a beat; True when the one there is this process's, by an answer lost before."""
+        """Create a beat; True when the one there is this process's, by an answer lost before.
+
+        What is there and is no beat at all says nothing of another process, and makes room.
+        """
         key = layout.beat_key(self._learner, number)
-        if await self._mailbox.put_if_absent(key, Beat(self._token).to_bytes()):
-            return True
-        data = await self._mailbox.get(key)
+        while not await self._mailbox.put_if_absent(key, Beat(self._token).to_bytes()):
+            try:
+                found = await self._read(number)
+            except ProtocolError:
+                await self._remove((number,))
+            else:
+                return found is not None and found.token == self._token
+        return True
+
+    async def _is_garbage(self, number: int) -> bool:
+        """Whether this beat is none that a process of this learner can have written."""
         try:
-            return data is not None and Beat.from_bytes(data).token == self._token
+            await self._read(number)
         except ProtocolError:
-            return False
+            return True
+        return number > LAST_BEAT
+
+    async def _read(self, number: int) -> Beat | None:
+        key = layout.beat_key(self._learner, number)
+        data = await get_at_most(self._mailbox, key, SMALL_LIMIT)
+        return None if data is None else Beat.from_bytes(data)
 
     async def _remove(self, numbers: Iterable[int]) -> None:
         keys = [layout.beat_key(self._learner, number) for number in numbers]

@@ -13,8 +13,19 @@ A call that the store cannot serve now raises ``MailboxUnavailable``; it may hav
 Anything else that is raised will be raised again by a repeated call.
 """
 
+import sys
 from collections.abc import Buffer, Iterable, Sequence
+from contextvars import ContextVar
 from typing import Protocol, runtime_checkable
+
+from gradientmail.errors import ProtocolError
+
+size_limit: ContextVar[int] = ContextVar("size_limit", default=sys.maxsize)
+"""How many bytes the caller of ``get`` has use for at most.
+
+A store that learns an object's size before its bytes calls ``check_size``, so that a huge object
+under a key of the run costs no memory. Not an argument of ``get``: stores need not know of it.
+"""
 
 
 @runtime_checkable
@@ -71,6 +82,32 @@ def check_key(key: str) -> str:
         if part in ("", ".", ".."):
             raise ValueError(f"mailbox key {key!r} is not a relative path of plain names")
     return key
+
+
+def check_size(key: str, size: int) -> int:
+    """Return ``size`` if the caller of ``get`` has use for so many bytes, else ``ProtocolError``.
+
+    Called in the caller's context, before the object is read.
+    """
+    limit = size_limit.get()
+    if size > limit:
+        raise ProtocolError(f"{key} has {size} bytes, more than the {limit} it may have")
+    return size
+
+
+async def get_at_most(mailbox: Mailbox, key: str, limit: int) -> Buffer | None:
+    """``mailbox.get(key)``; ``ProtocolError`` when the object has more than ``limit`` bytes.
+
+    A store that calls ``check_size`` does not read such an object.
+    """
+    token = size_limit.set(limit)
+    try:
+        data = await mailbox.get(key)
+        if data is not None:
+            check_size(key, memoryview(data).nbytes)
+        return data
+    finally:
+        size_limit.reset(token)
 
 
 def flat(data: Buffer) -> memoryview:

@@ -26,7 +26,7 @@ from itertools import pairwise
 
 from gradientmail.buffers import HOST
 from gradientmail.errors import MailboxUnavailable
-from gradientmail.mailbox.base import check_key, flat
+from gradientmail.mailbox.base import check_key, check_size, flat
 from gradientmail.mailbox.listing import is_key, list_keys
 from gradientmail.mailbox.os_errors import NEVER_THERE, NOTHING_THERE, translated
 from gradientmail.mailbox.placing import TRIES, can_link, link_once, rename_once
@@ -182,15 +182,15 @@ class FilesystemMailbox:
                 self._check_root()
                 return None
             try:
-                return self._read(descriptor)
+                return self._read(descriptor, key)
             finally:
                 os.close(descriptor)
 
-    def _read(self, descriptor: int) -> Buffer | None:
+    def _read(self, descriptor: int, key: str) -> Buffer | None:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             return None
-        if status.st_size < POOLED_BYTES:
+        if check_size(key, status.st_size) < POOLED_BYTES:
             buffer = memoryview(bytearray(status.st_size))
         else:
             buffer = self._pool.take(status.st_size)
