@@ -110,14 +110,15 @@ def test_a_beat_just_before_the_last_leaves_room_for_a_restart() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[" * 200_000, b"x" * 5_000_000, b"{}"])
-def test_garbage_ahead_of_the_run_does_not_hide_its_end(body: bytes) -> None:
+@pytest.mark.parametrize("steps", [15, 22])
+def test_garbage_ahead_of_the_run_does_not_hide_its_end(steps: int, body: bytes) -> None:
     """Under every key where a joining node looks for the last record."""
 
     async def main() -> None:
         world = World(ALGORITHM)
-        node = await started(world, 30)
+        node = await started(world, steps)
         count = world.archive.rounds()
-        for number in range(count + 2, count + 70):
+        for number in range(count + 3, count + 70):
             world.archive.plant(f"rounds/{number:010d}.json", body)
         late = world.node("b")
         await late.join()
