@@ -40,8 +40,8 @@ THIRD_PARTY = {
     "mlx": {"backend/mlx.py"},
     # The contract of backends is written in numpy; compression uses it only if it is installed.
     "numpy": {"backend/numpy.py", "exchange/compression.py", *BACKEND_CONTRACT},
-    "boto3": {"mailbox/s3.py"},
-    "botocore": {"mailbox/s3.py"},
+    "boto3": {"mailbox/s3_client.py"},
+    "botocore": {"mailbox/s3_client.py"},
     "zstandard": {"exchange/compression.py"},
     "safetensors": {"exchange/payload.py"},
 }

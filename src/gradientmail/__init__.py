@@ -10,6 +10,7 @@ from gradientmail.algorithm.diloco import ByBytes, DiLoCo, Rda, Strided, Weighte
 from gradientmail.errors import (
     GradientMailError,
     LearnerReplaced,
+    MailboxRefused,
     MailboxUnavailable,
     MissingExtra,
     PayloadCorrupt,
@@ -21,6 +22,7 @@ from gradientmail.errors import (
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.mailbox.filesystem import FilesystemMailbox
 from gradientmail.mailbox.memory import MemoryMailbox
+from gradientmail.mailbox.s3 import S3Mailbox
 from gradientmail.mailbox.urls import open_mailbox
 from gradientmail.session import Session, align
 
@@ -31,6 +33,7 @@ __all__ = [
     "GradientMailError",
     "LearnerReplaced",
     "Mailbox",
+    "MailboxRefused",
     "MailboxUnavailable",
     "MemoryMailbox",
     "MissingExtra",
@@ -38,6 +41,7 @@ __all__ = [
     "ProtocolError",
     "Rda",
     "RunConfigMismatch",
+    "S3Mailbox",
     "SchemaMismatch",
     "Session",
     "SessionClosed",

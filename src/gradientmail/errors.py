@@ -2,6 +2,7 @@
 
     GradientMailError
     ├── MailboxUnavailable      the store cannot be reached now; the call may be repeated
+    ├── MailboxRefused          the store will not do it, however often it is asked
     ├── ProtocolError           what the mailbox holds cannot be used
     │   ├── RunConfigMismatch   the run there was created with other options
     │   ├── SchemaMismatch      the run there trains another model
@@ -20,6 +21,13 @@ class GradientMailError(Exception):
 
 class MailboxUnavailable(GradientMailError):
     """The store cannot serve this call now. Repeating it later is safe and may succeed."""
+
+
+class MailboxRefused(GradientMailError):
+    """The store refuses this call, and would again: no bucket, no permission, no such feature.
+
+    The message says what to do about it.
+    """
 
 
 class ProtocolError(GradientMailError):

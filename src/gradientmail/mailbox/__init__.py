@@ -1,6 +1,6 @@
 """The stores that a run can live in, and what wraps them.
 
-``base`` states the contract. ``MemoryMailbox`` and ``FilesystemMailbox`` are stores,
+``base`` states the contract. ``MemoryMailbox``, ``FilesystemMailbox`` and ``S3Mailbox`` are stores,
 ``open_mailbox`` opens one by its URL, ``RetryingMailbox`` waits for a store that is away. Import
 them from their modules or from here.
 """
@@ -9,6 +9,7 @@ from gradientmail.mailbox.base import Mailbox, check_key
 from gradientmail.mailbox.filesystem import FilesystemMailbox
 from gradientmail.mailbox.memory import MemoryMailbox
 from gradientmail.mailbox.retrying import RetryingMailbox
+from gradientmail.mailbox.s3 import S3Mailbox
 from gradientmail.mailbox.urls import open_mailbox
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Mailbox",
     "MemoryMailbox",
     "RetryingMailbox",
+    "S3Mailbox",
     "check_key",
     "open_mailbox",
 ]

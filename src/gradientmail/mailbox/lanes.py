@@ -1,0 +1,94 @@
+"""Daemon threads for blocking requests, with a way past for the short ones."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+type _Job = tuple[Future[Any], partial[Any]]
+
+
+class Lanes:
+    """Up to ``width`` threads, started as they are needed. Safe from any thread and event loop.
+
+    Calls are *short* (a record, a listing) or *bulk* (a part of a payload, which may take as long
+    as the network likes). A quarter of the threads never take bulk, so that a lease is renewed and
+    a record created while payloads fill the line; short calls also go first on the others.
+
+    The threads are daemons: a call that hangs does not keep the process alive.
+    """
+
+    def __init__(self, width: int, name: str) -> None:
+        """Start no thread yet."""
+        self.bulk_width = max(width - max(width // 4, 1), 1)
+        """How many bulk calls run at the same time."""
+        self._width = width
+        self._name = name
+        self._changed = threading.Condition()
+        self._short: deque[_Job] = deque()
+        self._bulk: deque[_Job] = deque()
+        self._bulk_running = 0
+        self._threads = 0
+        self._idle = 0
+
+    async def run[T](self, work: Callable[..., T], /, *args: Any, bulk: bool = False) -> T:
+        """``work(*args)`` on one of the threads. Cancelled before it began, it never runs."""
+        return await asyncio.wrap_future(self.submit(work, *args, bulk=bulk))
+
+    def submit[T](self, work: Callable[..., T], /, *args: Any, bulk: bool = False) -> Future[T]:
+        """Have ``work(*args)`` run on one of the threads."""
+        future: Future[T] = Future()
+        with self._changed:
+            (self._bulk if bulk else self._short).append((future, partial(work, *args)))
+            if self._idle < len(self._short) + len(self._bulk) and self._threads < self._width:
+                self._start_thread()
+            self._changed.notify()
+        return future
+
+    def _start_thread(self) -> None:
+        name = f"{self._name}-{self._threads + 1}"
+        try:
+            threading.Thread(target=self._work, name=name, daemon=True).start()
+        except RuntimeError:  # when the interpreter exits; the threads there are serve the call
+            if not self._threads:
+                raise
+        else:
+            self._threads += 1
+
+    def _work(self) -> None:
+        while True:
+            (future, call), bulk = self._next()
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    # Before anybody hears of the end: what was passed is not looked at any more.
+                    del call
+                    future.set_result(result)
+                    del result
+            call = None
+            del future
+            if bulk:
+                with self._changed:
+                    self._bulk_running -= 1
+                    self._changed.notify()
+
+    def _next(self) -> tuple[_Job, bool]:
+        """Wait for a call that this thread may run; and whether it is bulk."""
+        with self._changed:
+            self._idle += 1
+            try:
+                while True:
+                    if self._short:
+                        return self._short.popleft(), False
+                    if self._bulk and self._bulk_running < self.bulk_width:
+                        self._bulk_running += 1
+                        return self._bulk.popleft(), True
+                    self._changed.wait()
+            finally:
+                self._idle -= 1

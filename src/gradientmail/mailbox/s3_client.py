@@ -1,0 +1,93 @@
+"""The boto3 client behind ``S3Mailbox``: the only file that names boto3 or botocore."""
+
+from typing import Any, Literal
+
+from gradientmail.errors import MissingExtra
+
+CONNECT_SECONDS = 15.0
+"""Also for each chunk that is sent over a new connection."""
+READ_SECONDS = 30.0
+"""For the next bytes of an answer. A connection that is silent for longer is given up."""
+
+type Addressing = Literal["auto", "path", "virtual"]
+type Checksums = Literal["when_supported", "when_required"]
+
+SIGNATURE = "gradientmail-s3v4"
+
+
+def require_boto3() -> None:
+    """Raise ``MissingExtra`` unless boto3 can be imported."""
+    try:
+        import boto3  # noqa: F401
+    except ImportError:
+        raise MissingExtra("s3", "boto3") from None
+
+
+def make_client(
+    *,
+    endpoint_url: str | None,
+    region: str | None,
+    connections: int,
+    addressing: Addressing,
+    checksums: Checksums,
+) -> Any:
+    """A client with credentials from boto3's default chain, looked up now. Safe from any thread.
+
+    It repeats nothing by itself: who calls it knows better, and ``RetryingMailbox`` tells the user.
+    """
+    import boto3
+    import botocore.auth
+    from botocore.config import Config
+
+    botocore.auth.AUTH_TYPE_MAPS.setdefault(SIGNATURE, _signature())
+    client = boto3.session.Session().client(
+        "s3",
+        endpoint_url=endpoint_url,
+        region_name=region,
+        config=Config(
+            max_pool_connections=connections,
+            connect_timeout=CONNECT_SECONDS,
+            read_timeout=READ_SECONDS,
+            tcp_keepalive=True,
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            request_checksum_calculation=checksums,
+            response_checksum_validation="when_required",  # the reader checks the sha256
+            s3={"addressing_style": addressing},
+            user_agent_extra="gradientmail",
+        ),
+    )
+    events = client.meta.events
+    for operation in ("PutObject", "UploadPart"):
+        events.register(f"choose-signer.s3.{operation}", _choose)
+    # Waiting for "100 Continue" costs a round trip, and a second where it never comes. The answer
+    # to the upload's creation has shown already that its parts are welcome.
+    events.register_last("before-call.s3.UploadPart", _expect_nothing)
+    return client
+
+
+def credentials_can_change(client: Any) -> bool:
+    """Whether the client signs its requests with credentials of any kind."""
+    return client._request_signer._credentials is not None  # noqa: SLF001
+
+
+def _signature() -> type[Any]:
+    """The signature of S3, for bodies that know their own hash (``Body.sha256``)."""
+    from botocore.auth import UNSIGNED_PAYLOAD, S3SigV4Auth
+
+    class KnownHash(S3SigV4Auth):
+        def payload(self, request: Any) -> str:
+            """The hash that the store is to check, or word that it shall not."""
+            body = request.body
+            if hasattr(body, "sha256"):
+                return body.sha256 or UNSIGNED_PAYLOAD
+            return super().payload(request)
+
+    return KnownHash
+
+
+def _choose(signature_version: str, **_: Any) -> str | None:
+    return SIGNATURE if signature_version in ("v4", "s3v4") else None
+
+
+def _expect_nothing(params: Any, **_: Any) -> None:
+    params["headers"].pop("Expect", None)
