@@ -48,7 +48,8 @@ def seaweedfs(folder: Path) -> Generator[str]:
     config = folder / "s3.json"
     config.write_text(json.dumps({"identities": [identity]}))
     names = ("master", "volume", "filer", "s3")
-    ports = dict(zip([f"{n}.port{g}" for n in names for g in ("", ".grpc")], free_ports(8)))
+    options_of_ports = [f"{name}.port{kind}" for name in names for kind in ("", ".grpc")]
+    ports = dict(zip(options_of_ports, free_ports(8), strict=True))
     options: dict[str, Any] = {
         **ports,
         "dir": folder,
@@ -70,7 +71,7 @@ def seaweedfs(folder: Path) -> Generator[str]:
             stdout=log,
             stderr=log,
             cwd=folder,
-            preexec_fn=_die_with_parent,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509 - it only asks the kernel for something
         )
     try:
         endpoint = f"http://127.0.0.1:{ports['s3.port']}"

@@ -1,5 +1,8 @@
 """The boto3 client behind ``S3Mailbox``: the only file that names boto3 or botocore."""
 
+import base64
+import hashlib
+from functools import cache
 from typing import Any, Literal
 
 from gradientmail.errors import MissingExtra
@@ -37,10 +40,13 @@ def make_client(
     """
     import boto3
     import botocore.auth
+    import botocore.session
     from botocore.config import Config
 
     botocore.auth.AUTH_TYPE_MAPS.setdefault(SIGNATURE, _signature())
-    client = boto3.session.Session().client(
+    session = botocore.session.get_session()
+    session.register_component("data_loader", _loader())
+    client = boto3.session.Session(botocore_session=session).client(
         "s3",
         endpoint_url=endpoint_url,
         region_name=region,
@@ -59,15 +65,21 @@ def make_client(
     events = client.meta.events
     for operation in ("PutObject", "UploadPart"):
         events.register(f"choose-signer.s3.{operation}", _choose)
-    # Waiting for "100 Continue" costs a round trip, and a second where it never comes. The answer
-    # to the upload's creation has shown already that its parts are welcome.
+    # Waiting for "100 Continue" costs a round trip, and a second where it never comes. Small bodies
+    # are sent at once; so are parts, as the upload's creation has shown that they are welcome.
+    events.register_last("before-call.s3.PutObject", _expect_if_large)
     events.register_last("before-call.s3.UploadPart", _expect_nothing)
+    if checksums == "when_required":
+        events.register_last("before-call.s3.DeleteObjects", _sum_by_md5)
     return client
 
 
-def credentials_can_change(client: Any) -> bool:
-    """Whether the client signs its requests with credentials of any kind."""
-    return client._request_signer._credentials is not None  # noqa: SLF001
+@cache
+def _loader() -> Any:
+    """What reads the description of S3, once a process: clients are made again at times."""
+    from botocore.loaders import create_loader
+
+    return create_loader()
 
 
 def _signature() -> type[Any]:
@@ -89,5 +101,19 @@ def _choose(signature_version: str, **_: Any) -> str | None:
     return SIGNATURE if signature_version in ("v4", "s3v4") else None
 
 
+def _expect_if_large(params: Any, **_: Any) -> None:
+    if not hasattr(params["body"], "sha256"):
+        params["headers"].pop("Expect", None)
+
+
 def _expect_nothing(params: Any, **_: Any) -> None:
     params["headers"].pop("Expect", None)
+
+
+def _sum_by_md5(params: Any, **_: Any) -> None:
+    """Deleting several objects needs a checksum; the one that every store knows is MD5."""
+    params["context"].pop("checksum", None)
+    for name in [name for name in params["headers"] if name.lower().startswith("x-amz-checksum")]:
+        del params["headers"][name]
+    digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
+    params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()

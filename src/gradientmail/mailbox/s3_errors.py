@@ -60,7 +60,8 @@ CODES = {
         Meaning.REFUSED,
         "NoSuchBucket AccessDenied AllAccessDisabled AccountProblem Forbidden InvalidAccessKeyId "
         "SignatureDoesNotMatch InvalidToken InvalidSecurity NotSignedUp InvalidDigest "
-        "AuthorizationHeaderMalformed PermanentRedirect IllegalLocationConstraintException InvalidBucketName InvalidRequest "
+        "AuthorizationHeaderMalformed PermanentRedirect IllegalLocationConstraintException "
+        "InvalidBucketName InvalidRequest "
         "InvalidArgument EntityTooLarge EntityTooSmall KeyTooLongError MalformedXML "
         "MissingContentLength MissingContentMD5 QuotaExceeded InsufficientStorage StorageFull "
         "XMinioStorageFull InvalidObjectState InvalidStorageClass KMS.DisabledException",
