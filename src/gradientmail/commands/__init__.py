@@ -10,11 +10,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from gradientmail.commands import doctor
+from gradientmail.commands import doctor, verify
 from gradientmail.commands.base import FAULTY, INTERRUPTED, MISUSED, Command
 from gradientmail.errors import GradientMailError
 
-COMMANDS: tuple[Command, ...] = (doctor,)
+COMMANDS: tuple[Command, ...] = (doctor, verify)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -52,10 +52,11 @@ class FilesystemMailbox:
     system's names, or an object where another key has a folder (``a`` beside ``a/b``).
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, create: bool = True) -> None:
         """Open the store at ``path``, making the folder if there is none.
 
-        Also removes what writers that were killed left unfinished.
+        Also removes what writers that were killed left unfinished. With ``create=False`` opening
+        it changes nothing, for who only reads, and a folder that is missing is an error.
         """
         if not os.fspath(path):
             raise ValueError("FilesystemMailbox needs the path of a folder, got an empty one")
@@ -70,6 +71,10 @@ class FilesystemMailbox:
             raise NotADirectoryError(
                 errno.ENOTDIR, "a mailbox needs a folder, and something else is there", self.path
             )
+        if not create:
+            if not os.path.isdir(self.path):
+                raise FileNotFoundError(errno.ENOENT, "there is no such folder", self.path)
+            return
         with translated("opening the mailbox", self.path):
             if not os.path.isdir(self.path):
                 os.makedirs(self.path, exist_ok=True)

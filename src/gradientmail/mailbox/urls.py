@@ -63,14 +63,15 @@ _memories: dict[str, MemoryMailbox] = {}
 _memories_lock = threading.Lock()
 
 
-def open_mailbox(url: str | os.PathLike[str]) -> Mailbox:
+def open_mailbox(url: str | os.PathLike[str], *, create: bool = True) -> Mailbox:
     """The store at ``url``; the module's docstring has the forms.
 
     A path is taken as it is, relative to the current directory, with ``~`` and ``%`` unexpanded;
     parts of a URL may be percent-encoded. The options of ``s3://`` are those of ``S3Mailbox``:
     ``endpoint`` (``http://`` or ``https://``), ``region``, ``checksums`` (``when_supported`` or
     ``when_required``) and ``addressing`` (``auto``, ``path`` or ``virtual``). Credentials are
-    found as boto3 finds them and have no place in a URL.
+    found as boto3 finds them and have no place in a URL. ``create=False`` is for who only reads:
+    a folder is not made, and one that is missing is ``FileNotFoundError``.
 
     Raises ``ValueError`` for a URL that is malformed or that names nothing, ``TypeError`` for
     what is no text, and what opening the store itself raises.
@@ -78,15 +79,15 @@ def open_mailbox(url: str | os.PathLike[str]) -> Mailbox:
     if isinstance(url, os.PathLike):
         path = os.fspath(url)
         if isinstance(path, str):
-            return FilesystemMailbox(path)
+            return FilesystemMailbox(path, create=create)
     if not isinstance(url, str):
         raise TypeError(f"the URL of a mailbox must be a str or a path, not {type(url).__name__}")
     scheme, rest = _split_scheme(url)
     match scheme:
         case "":
-            return FilesystemMailbox(_check_path(url))
+            return FilesystemMailbox(_check_path(url), create=create)
         case "file":
-            return FilesystemMailbox(parse_file_url(url))
+            return FilesystemMailbox(parse_file_url(url), create=create)
         case "memory":
             return _memory(rest)
         case _:

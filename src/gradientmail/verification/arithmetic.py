@@ -6,7 +6,7 @@ update) they are compared as bytes.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gradientmail.algorithm.merge import Fold, contribution_weight
@@ -41,14 +41,6 @@ class State:
         return FragmentState(payload_arrays(backend, self.theta), outer)
 
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """A snapshot that a commit lists, and its delta."""
-
-    record: SnapshotRecord
-    delta: Payload
-
-
 class Arithmetic:
     """Computes commits of one run again."""
 
@@ -62,34 +54,30 @@ class Arithmetic:
 
     # The whole step, where the deltas are still there
 
+    def fold(self, fragment: Fragment, expected: int) -> Fold:
+        """An empty sum of about ``expected`` contributions."""
+        return Fold(
+            self._run.algorithm.merge, fragment.specs, self._backend, memory, expected=expected
+        )
+
+    def add(self, fold: Fold, fragment: Fragment, record: SnapshotRecord, delta: Payload) -> bool:
+        """Fold one contribution in; False for one that counts nothing or is not finite."""
+        weight = contribution_weight(record.tokens, record.steps)
+        dtype = self._run.algorithm.delta_dtype
+        arrays = payload_arrays(self._backend, delta)
+        decoded = decode_tensors(self._backend, arrays, dtype, fragment.specs, memory)
+        return weight > 0 and fold.add(decoded, weight)
+
     def step_faults(
-        self, fragment: Fragment, old: State, new: State, contributions: Sequence[Contribution]
+        self, fragment: Fragment, old: State, new: State, fold: Fold, *, final: bool
     ) -> Iterator[str]:
         """How ``new`` differs from the outer step on ``old`` and exactly these contributions."""
-        fold = Fold(
-            self._run.algorithm.merge,
-            fragment.specs,
-            self._backend,
-            memory,
-            expected=len(contributions),
-        )
-        for one in contributions:
-            weight = contribution_weight(one.record.tokens, one.record.steps)
-            if weight <= 0 or not fold.add(self._delta(fragment, one), weight):
-                yield f"the delta of {one.record.learner} counts nothing or is not finite"
-                return
-        final = all(one.record.final for one in contributions)
         before, after = old.arrays(self._backend), new.arrays(self._backend)
         expected = self._stepped(fragment, before, fold, final=final)
         for spec in fragment.specs:
             apart = self._apart(spec, before, after, expected, MERGING)
             if apart is not None:
                 yield f"{spec.name}: {apart} from the outer step on the deltas that it lists"
-
-    def _delta(self, fragment: Fragment, one: Contribution) -> dict[str, Array]:
-        arrays = payload_arrays(self._backend, one.delta)
-        dtype = self._run.algorithm.delta_dtype
-        return decode_tensors(self._backend, arrays, dtype, fragment.specs, memory)
 
     def _stepped(
         self, fragment: Fragment, old: FragmentState, fold: Fold, *, final: bool

@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gradientmail.algorithm.merge import Fold
 from gradientmail.backend.base import Backend
 from gradientmail.collecting import judge
 from gradientmail.errors import PayloadCorrupt
 from gradientmail.exchange.exchange import Exchange, Payload
 from gradientmail.exchange.payload import PayloadLayout
-from gradientmail.exchange.records import Participant, Ref, RoundRecord
+from gradientmail.exchange.records import Participant, Ref, RoundRecord, SnapshotRecord
 from gradientmail.run import Fragment, Run
-from gradientmail.verification.arithmetic import Arithmetic, Contribution, State
+from gradientmail.verification.arithmetic import Arithmetic, State
 from gradientmail.verification.reading import read_snapshot
 from gradientmail.verification.report import Violation
 
@@ -24,6 +25,15 @@ class Counts:
     payloads: int = 0
     recomputed: int = 0
     consistent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The contributions to a commit, folded in."""
+
+    fold: Fold
+    final: bool
+    """Whether all of them are a learner's last."""
 
 
 class Commits:
@@ -71,29 +81,38 @@ class Commits:
         update = None
         if record.update is not None and fragment.update is not None:
             update = await self.payload(record.update.payload, fragment.update, "payloads")
-        contributions = await self._contributions(record, fragment, complete=complete)
+        merged = await self._merge(record, fragment, complete=complete)
         if theta is None or outer is None:
             return None
         new = State(record.version, theta, outer)
         if self._arithmetic is not None:
-            self._compute(self._arithmetic, record, fragment, old, new, update, contributions)
+            self._compute(self._arithmetic, record, fragment, old, new, update, merged)
         return new
 
-    async def _contributions(
+    async def _merge(
         self, record: RoundRecord, fragment: Fragment, *, complete: bool
-    ) -> list[Contribution] | None:
-        """All that the commit lists; None when one of them is gone."""
-        found: list[Contribution] = []
+    ) -> Merged | None:
+        """All that the commit lists, one after the other; None when a part of it is gone."""
+        arithmetic, fold, final = self._arithmetic, None, True
+        if arithmetic is not None:
+            fold = arithmetic.fold(fragment, len(record.participants))
         for one in record.participants:
-            contribution = await self._contribution(record, fragment, one, complete=complete)
-            if contribution is None:
+            found = await self._contribution(record, fragment, one, complete=complete)
+            if found is None:
                 return None
-            found.append(contribution)
-        return found
+            snapshot, delta = found
+            final = final and snapshot.final
+            if arithmetic is None or fold is None:
+                continue
+            if not arithmetic.add(fold, fragment, snapshot, delta):
+                text = f"the delta of {one.learner} counts nothing or is not finite"
+                self._tell(Violation("commits", record.key, text))
+                return None
+        return Merged(fold, final=final) if fold is not None and record.participants else None
 
     async def _contribution(
         self, record: RoundRecord, fragment: Fragment, one: Participant, *, complete: bool
-    ) -> Contribution | None:
+    ) -> tuple[SnapshotRecord, Payload] | None:
         key = f"{record.key} ({one.learner})"
         snapshot = await read_snapshot(self._exchange, record.round, one.learner)
         same = snapshot is not None and (snapshot.local_step, snapshot.steps, snapshot.tokens) == (
@@ -112,7 +131,7 @@ class Commits:
             delta = await self.payload(snapshot.payload, fragment.delta, "snapshots")
         else:
             delta = await self._swept(snapshot.payload, fragment.delta)
-        return None if delta is None else Contribution(snapshot, delta)
+        return None if delta is None else (snapshot, delta)
 
     async def _swept(self, ref: Ref, payload_layout: PayloadLayout) -> Payload | None:
         """A payload that may be gone, or damaged: its round is over."""
@@ -131,7 +150,7 @@ class Commits:
         old: State | None,
         new: State,
         update: Payload | None,
-        contributions: list[Contribution] | None,
+        merged: Merged | None,
     ) -> None:
         faults: list[tuple[str, str]] = []
         if record.update is None or update is not None:
@@ -140,9 +159,9 @@ class Commits:
                 ("theta", text)
                 for text in arithmetic.theta_faults(fragment, old, new, update, digest)
             ]
-        if old is not None and contributions:
+        if old is not None and merged is not None:
             self.counts.recomputed += 1
-            steps = arithmetic.step_faults(fragment, old, new, contributions)
+            steps = arithmetic.step_faults(fragment, old, new, merged.fold, final=merged.final)
             faults += [("commits", text) for text in steps]
         elif old is not None:
             self.counts.consistent += 1

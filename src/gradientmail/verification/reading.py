@@ -80,11 +80,18 @@ def is_known(key: str) -> bool:
 
 
 async def read_records(
-    exchange: Exchange, keys: Iterable[str]
+    exchange: Exchange,
+    numbers: Sequence[int],
+    look: Callable[[int, RoundRecord], Iterable[Violation]],
+    keep: Callable[[int], bool],
 ) -> tuple[dict[int, RoundRecord], list[Violation]]:
-    """The round records by number, and what is wrong with their keys and bytes."""
-    numbers = [r for key in keys if (r := layout.parse_round_key(key)) is not None]
+    """The round records to ``keep``, by number, and what is wrong with any of them.
+
+    A run has many: each is let go of once ``look`` has seen it.
+    """
     violations: list[Violation] = []
+    listed = set(numbers)
+    read_last = -1
 
     async def read(number: int) -> RoundRecord | None:
         key = layout.round_key(number)
@@ -95,15 +102,39 @@ async def read_records(
             violations.append(Violation("records", key, str(error)))
             return None
 
-    found = await each(numbers, read)
-    records = {n: record for n, record in zip(numbers, found, strict=True) if record is not None}
-    last = max(numbers, default=-1)
-    gaps = sorted(set(range(last + 1)) - set(numbers))
-    violations += [
-        Violation("records", layout.round_key(gap), f"missing, though round {last} is there")
-        for gap in gaps[:20]
-    ]
+    records: dict[int, RoundRecord] = {}
+    gaps = 0
+    for some in batched(numbers, AT_ONCE):
+        for number, record in zip(some, await each(some, read), strict=True):
+            if record is None:
+                continue
+            between = range(read_last + 1, min(number, read_last + 21))
+            missing = [gap for gap in between if gap not in listed]
+            violations += (_gap(gap, number) for gap in missing[: max(20 - gaps, 0)])
+            gaps += len(missing)
+            read_last = number
+            violations += look(number, record)
+            if keep(number):
+                records[number] = record
     return records, violations
+
+
+def _gap(missing: int, later: int) -> Violation:
+    return Violation(
+        "records", layout.round_key(missing), f"missing, though round {later} is there"
+    )
+
+
+async def last_readable(exchange: Exchange, numbers: Sequence[int]) -> int:
+    """The last of ``numbers``, which are sorted, that is the record of its round; −1 without."""
+    for number in reversed(numbers):
+        try:
+            record = await exchange.round(number)
+            if record is not None and record.round == number:
+                return number
+        except ProtocolError:
+            continue  # told when all are read
+    return -1
 
 
 async def read_snapshot(exchange: Exchange, number: int, learner: str) -> SnapshotRecord | None:

@@ -1,6 +1,6 @@
 """The verification of a whole mailbox."""
 
-from collections.abc import Buffer, Mapping, Sequence
+from collections.abc import Buffer, Iterable, Mapping, Sequence
 
 from gradientmail.backend.base import Backend
 from gradientmail.errors import ProtocolError
@@ -14,6 +14,7 @@ from gradientmail.verification.reading import (
     FrozenMailbox,
     each,
     is_known,
+    last_readable,
     read_records,
     read_snapshot,
     reading_exchange,
@@ -55,14 +56,23 @@ class _Verification:
     async def report(self) -> Report:
         keys = await self._mailbox.list("")
         self._strays += [key for key in keys if not is_known(key)]
-        records, wrong = await read_records(self._exchange, keys)
-        self._violations += wrong
         self._violations += lease_violations(keys)
         run = await self._run(keys)
+        numbers = [r for key in keys if (r := layout.parse_round_key(key)) is not None]
+        last = await last_readable(self._exchange, numbers)
+        kept = last - 2 * len(run.fragments) if run is not None and self._swept else -1
+
+        def look(number: int, record: RoundRecord) -> Iterable[Violation]:
+            return () if run is None else record_violations(run, number, record)
+
+        records, wrong = await read_records(
+            self._exchange, numbers, look, keep=lambda number: run is not None and number > kept
+        )
+        self._violations += wrong
         if run is not None:
-            await self._check_run(run, keys, records)
+            await self._check_run(run, keys, records, last)
         return Report(
-            rounds=len(records),
+            rounds=len(numbers),
             objects=len(keys),
             payloads=self._counts.payloads,
             recomputed=self._counts.recomputed,
@@ -85,17 +95,15 @@ class _Verification:
         return None
 
     async def _check_run(
-        self, run: Run, keys: Sequence[str], records: Mapping[int, RoundRecord]
+        self, run: Run, keys: Sequence[str], records: Mapping[int, RoundRecord], last: int
     ) -> None:
-        for number, record in records.items():
-            self._violations += record_violations(run, number, record)
         doubtful: list[Violation] = []
         commits = Commits(run, self._exchange, self._backend, doubtful.append)
         for fragment in run.fragments:
             await self._check_fragment(run, commits, fragment, records)
-        await self._check_snapshots(run, commits, keys, max(records, default=-1))
+        await self._check_snapshots(run, commits, keys, last)
         # Nodes may have committed and swept while this was reading.
-        last = await self._last(max(records, default=-1))
+        last = await self._last(last)
         self._violations += [one for one in doubtful if not self._swept_since(run, one, last)]
         if self._swept:
             self._violations += leftover_violations(keys, last, len(run.fragments))
@@ -109,11 +117,7 @@ class _Verification:
         records: Mapping[int, RoundRecord],
     ) -> None:
         """Every version whose payloads must still be there, oldest first."""
-        count = len(run.fragments)
-        kept = max(records, default=-1) - 2 * count if self._swept else -1
-        numbers = [
-            r for r in sorted(records) if r > kept and run.schedule.fragment(r) == fragment.index
-        ]
+        numbers = [r for r in sorted(records) if run.schedule.fragment(r) == fragment.index]
         old = await commits.initial(fragment)
         for number in numbers:
             follows = old is not None and old.version == run.schedule.version(number) - 1
