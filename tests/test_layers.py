@@ -39,7 +39,8 @@ THIRD_PARTY = {
     "torch": {"backend/torch_chunks.py"},
     "mlx": {"backend/mlx.py"},
     # The contract of backends is written in numpy; compression uses it only if it is installed.
-    "numpy": {"backend/numpy.py", "exchange/compression.py", *BACKEND_CONTRACT},
+    "numpy": {"backend/numpy_chunks.py", "exchange/compression.py", *BACKEND_CONTRACT},
+    "ml_dtypes": {"backend/numpy_chunks.py"},
     "boto3": {"mailbox/s3_client.py"},
     "botocore": {"mailbox/s3_client.py"},
     "zstandard": {"exchange/compression.py"},

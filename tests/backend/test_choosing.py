@@ -2,13 +2,19 @@
 
 import subprocess
 import sys
+from collections import OrderedDict, UserDict
+from types import MappingProxyType
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import gradientmail.backend
 from gradientmail.backend import backend_for
 from gradientmail.backend.cuda_copies import pinned_memory
+from gradientmail.backend.numpy import NumpyBackend
 from gradientmail.backend.torch import TorchBackend
 
 
@@ -22,11 +28,55 @@ def test_a_torch_module_is_torchs(model: object) -> None:
     assert backend_for(model).name == "torch"
 
 
-@pytest.mark.parametrize("thing", [None, 3, "model", object(), {"w": 1}, dict])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"w": np.zeros(3)},
+        OrderedDict(a=np.zeros(()), b=None),
+        MappingProxyType({"w": np.zeros(2, bool)}),
+        UserDict(w=np.zeros((2, 0), ml_dtypes.bfloat16)),
+        {"w": np.ma.zeros(3)},
+        {"w": np.float32(1.0)},
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_mapping_with_an_array_is_numpys(model: object) -> None:
+    """What of it cannot be trained, its backend says in better words."""
+    assert isinstance(backend_for(model), NumpyBackend)
+    assert backend_for(model).name == "numpy"
+
+
+@pytest.mark.parametrize("thing", [None, 3, "model", object(), {"w": 1}, dict, [np.zeros(3)]])
 def test_anything_else_is_a_type_error_that_says_what_is_accepted(thing: object) -> None:
-    with pytest.raises(TypeError, match=r"torch\.nn\.Module, not a .*") as caught:
+    with pytest.raises(TypeError, match=r"a torch\.nn\.Module.* NumPy arrays, not a .*") as caught:
         backend_for(thing)
     assert type(thing).__qualname__ in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "held"),
+    [
+        ({}, "that is empty"),
+        ({"w": torch.zeros(2)}, r"of torch\.Tensor"),
+        ({"w": [1.0], "b": 2.0}, r"of builtins\.float, builtins\.list"),
+    ],
+)
+def test_a_mapping_of_something_else_says_of_what(mapping: object, held: str) -> None:
+    with pytest.raises(TypeError, match=rf"not a builtins\.dict {held}"):
+        backend_for(mapping)
+
+
+@pytest.mark.parametrize("name", ["NumpyBackend", "TorchBackend"])
+def test_backends_are_found_by_name(name: str) -> None:
+    assert name in gradientmail.backend.__all__
+    kind = getattr(gradientmail.backend, name)
+    assert isinstance(kind(), gradientmail.backend.Backend)
+    assert kind is getattr(gradientmail.backend, name)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="JaxBackend"):
+        getattr(gradientmail.backend, "JaxBackend")  # noqa: B009
 
 
 def test_pinned_memory_lives_as_long_as_its_views(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,26 +115,66 @@ def test_refusing_an_object_loads_no_framework() -> None:
 import sys
 from gradientmail.backend import backend_for
 import gradientmail.algorithm.merge, gradientmail.algorithm.outer
-try:
-    backend_for({})
-except TypeError:
-    print({"torch", "numpy", "mlx"} & set(sys.modules))
+for thing in ({}, {"w": [1.0]}, 3):
+    try:
+        backend_for(thing)
+    except TypeError:
+        print({"torch", "numpy", "mlx"} & set(sys.modules))
+"""
+    assert run_python(code) == "set()\n" * 3
+
+
+def test_a_dict_of_arrays_loads_no_other_framework() -> None:
+    code = """
+import sys
+import numpy
+from gradientmail.backend import NumpyBackend, backend_for
+assert type(backend_for({"w": numpy.zeros(3, "float32")})) is NumpyBackend
+print({"torch", "mlx", "ml_dtypes"} & set(sys.modules))
 """
     assert run_python(code) == "set()\n"
 
 
-def test_missing_torch_names_the_extra() -> None:
-    code = """
+@pytest.mark.parametrize(
+    ("package", "name", "extra"),
+    [("torch", "TorchBackend", "torch"), ("numpy", "NumpyBackend", "numpy")],
+)
+def test_a_missing_framework_names_the_extra(package: str, name: str, extra: str) -> None:
+    code = f"""
 import sys
-sys.modules["torch"] = None
+sys.modules["{package}"] = None
 from gradientmail.errors import MissingExtra
 try:
-    import gradientmail.backend.torch
+    from gradientmail.backend import {name}
 except MissingExtra as error:
     print(error)
 """
     assert run_python(code) == (
-        "torch is not installed; install it with: pip install 'gradientmail[torch]'\n"
+        f"{package} is not installed; install it with: pip install 'gradientmail[{extra}]'\n"
+    )
+
+
+def test_bfloat16_alone_needs_ml_dtypes() -> None:
+    code = """
+import sys
+sys.modules["ml_dtypes"] = None
+import numpy
+from gradientmail.backend import NumpyBackend
+from gradientmail.errors import MissingExtra
+backend = NumpyBackend()
+for dtype in ("F32", "F16", "F8_E4M3", "F8_E8M0", "F4"):
+    backend.array(memoryview(bytearray(4)), dtype, (8,) if dtype == "F4" else (1,))\
+        if dtype in ("F32", "F4") else backend.array(memoryview(b""), dtype, (0,))
+x = numpy.ones((3, 32), "float32")
+backend.encode(x, "F4", numpy.empty(48, "uint8"), numpy.empty(3, "uint8"))
+backend.encode(x, "F8_E4M3", numpy.empty((3, 32), "uint8"), numpy.empty((), "float32"))
+try:
+    backend.array(memoryview(b""), "BF16", (0,))
+except MissingExtra as error:
+    print(error)
+"""
+    assert run_python(code) == (
+        "ml_dtypes is not installed; install it with: pip install 'gradientmail[numpy]'\n"
     )
 
 

@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 from torch import nn
 
 from gradientmail.backend.base import Backend
+from gradientmail.backend.numpy import NumpyBackend
 from gradientmail.backend.torch import TorchBackend
 from gradientmail.testing.backend_contract import BackendContract
 from gradientmail.testing.backend_parameters import Tensors
@@ -32,3 +34,22 @@ class TestTorchBackend(BackendContract):
             name: p.detach().float().numpy().astype(np.float32, copy=True)
             for name, p in model.named_parameters()
         }
+
+
+class TestNumpyBackend(BackendContract):
+    """Its models are dicts of arrays."""
+
+    dtypes: Mapping[str, Any] = {
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+    }
+
+    def make_backend(self) -> Backend:
+        return NumpyBackend()
+
+    def make_model(self, tensors: Tensors) -> Any:
+        return {name: values.astype(self.dtypes[d]) for name, (d, values) in tensors.items()}
+
+    def read_model(self, model: Any) -> Mapping[str, Floats]:
+        return {name: array.astype(np.float32) for name, array in model.items()}

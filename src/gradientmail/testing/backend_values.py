@@ -177,10 +177,10 @@ def put_bytes(
     return Placed(backend.array(memory, dtype, shape), memory, TensorSpec("x", dtype, shape))
 
 
-@functools.cache
-def draw(shape: tuple[int, ...], seed: int, dtype: str = "F32") -> Floats:
+@functools.lru_cache(maxsize=512)
+def draw(shape: tuple[int, ...], seed: int, dtype: str = "F32", scale: float = 1.0) -> Floats:
     """Normal random values of ``dtype``; the same for the same seed. Read-only."""
-    normal = np.array(np.random.default_rng(seed).standard_normal(shape))
+    normal = np.array(np.random.default_rng(seed).standard_normal(shape)) * scale
     values = np.array(rounded(normal, dtype))
     values.flags.writeable = False
     return values

@@ -1,0 +1,20 @@
+"""Sums of large tensors, which PyTorch makes by rows in fp32 where that loses nothing."""
+
+import pytest
+import torch
+
+from gradientmail.backend.torch import ROW, TorchBackend
+from gradientmail.backend.torch_chunks import CHUNK
+
+BACKEND = TorchBackend()
+
+
+def test_products_outside_fp32_of_both_signs() -> None:
+    """Long enough that even the sums of rows are cut into pieces: one is inf, the next -inf."""
+    first, second = CHUNK * ROW, 500_000
+    x = torch.full((first + second,), 1e20)
+    y = x.clone()
+    y[first:] *= -1.0
+    expected = float(x[0].double()) ** 2 * (first - second)
+    assert BACKEND.dot(x, y) == pytest.approx(expected, rel=1e-9, abs=0.0)
+    assert BACKEND.dot_squares(x, y)[0] == pytest.approx(expected, rel=1e-9, abs=0.0)
