@@ -9,8 +9,8 @@ from gradientmail.backend.base import Array, Backend
 from gradientmail.clock import Offload
 from gradientmail.collecting import Collector
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload
-from gradientmail.exchange.payload import PayloadLayout, sha256_hex
+from gradientmail.exchange.exchange import Exchange, Payload, plain_sha256
+from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Estimates, RoundRecord, Update
 from gradientmail.run import Run, arrays_over, payload_arrays
 
@@ -66,7 +66,7 @@ class Committer:
         payloads = await self._upload(closing.collector.number, blanks.buffers)
         update = None
         if "update" in payloads:
-            digest = await self._offload(sha256_hex, payloads["theta"].buffer)
+            digest = await self._offload(plain_sha256, payloads["theta"])
             update = Update(payloads["update"].ref, digest)
         record = self._record(closing, blanks.cosine, payloads, update, estimates)
         return record, Held(record.version, payloads["theta"], payloads["outer"])
@@ -116,11 +116,9 @@ class Committer:
     def _reusable(self, old: Payload, new: PayloadLayout, collector: Collector) -> bool:
         """Whether the step may write over ``old``: its own form, nobody else's, used last there.
 
-        A commit with an update writes theta after the step, and a final one momentum before.
+        A final one writes into the momentum what it still has to take off the master.
         """
-        fragment = collector.fragment
-        plain = fragment.update is None and not collector.all_final
-        return plain and old.sole and old.slots == new.slots
+        return not collector.all_final and old.sole and old.slots == new.slots
 
     def _arrays(self, state: Held) -> FragmentState:
         outer = {} if state.outer is None else payload_arrays(self._backend, state.outer)

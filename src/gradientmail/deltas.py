@@ -48,10 +48,9 @@ def _quantized(
     dtype: str | None,
     take: Take,
 ) -> Delta:
-    bad = tuple(
-        name for name, array in theta.items() if not math.isfinite(backend.sum_of_squares(array))
-    )
     buffer = fragment.delta.blank(take)
     out = arrays_over(backend, buffer, fragment.delta)
-    encode_difference(backend, anchor, anchor if bad else theta, fragment.specs, dtype, out, take)
-    return Delta(buffer, None, bad)
+    bad = encode_difference(backend, anchor, theta, fragment.specs, dtype, out, take)
+    if bad:
+        encode_difference(backend, anchor, anchor, fragment.specs, dtype, out, take)
+    return Delta(buffer, None, tuple(bad))

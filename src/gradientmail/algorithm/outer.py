@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gradientmail.algorithm.precision import (
     Take,
-    decode_tensors,
+    add_decoded,
     encode_difference,
 )
 from gradientmail.backend.base import Array, Backend, Combination
@@ -65,9 +65,9 @@ class OuterStep:
         ``update`` those of ``update_specs``, none without a ``commit_dtype``. With ``final`` the
         step is ``master − Δ`` and the momentum stays.
 
-        Without ``final`` and ``commit_dtype`` it may be written over what it uses up: then
-        ``new.outer`` may be ``old.outer``, and ``new.theta`` the arrays of one contribution in
-        ``deltas``. Otherwise no array of ``old`` or ``deltas`` may be among the new ones.
+        Without ``final`` it may be written over what it uses up: then ``new.outer`` may be
+        ``old.outer``, and ``new.theta`` the arrays of one contribution in ``deltas``. With
+        ``final`` no array of ``old`` or ``deltas`` may be among the new ones.
         """
         for spec in specs:
             step = self._final_step if final else self._nesterov_step
@@ -133,6 +133,4 @@ def apply_update(
     take: Take,
 ) -> None:
     """``Θ_new = Θ_old + decoded update`` in the parameters' dtypes, equal bytes on every node."""
-    for spec in specs:
-        decoded = decode_tensors(backend, update, commit_dtype, [spec], take)
-        backend.add(theta[spec.name], decoded[spec.name], out[spec.name])
+    add_decoded(backend, theta, update, commit_dtype, specs, out, take)

@@ -5,6 +5,7 @@ is stated at ``Backend.encode``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from gradientmail.backend.base import Array, Backend
 from gradientmail.schema import TensorSpec
@@ -84,19 +85,42 @@ def encode_difference(
     dtype: str | None,
     out: Mapping[str, Array],
     take: Take,
-) -> None:
+) -> list[str]:
     """Write ``left − right`` at ``dtype`` into ``out``, the arrays of ``delta_specs``.
 
     ``left`` and ``right`` are F32, F16 or BF16. Without quantization ``out`` may be ``right``.
+    Quantized, it returns the names of the tensors whose difference is not finite, and has then
+    written nothing that can be read.
     """
+    bad = []
     for spec in specs:
-        x, y = left[spec.name], right[spec.name]
+        x, y, data = left[spec.name], right[spec.name], out[spec.name]
         if dtype not in QUANTIZED:
-            backend.subtract(x, y, out[spec.name])
+            backend.subtract(x, y, data)
             continue
-        difference = fp32_array(backend, spec, take)
-        backend.subtract(x, y, difference)
-        backend.encode(difference, dtype, out[spec.name], out[scale_name(spec.name)])
+        scale, blank = out[scale_name(spec.name)], partial(fp32_array, backend, spec, take)
+        if not backend.encode_difference(x, y, dtype, data, scale, blank):
+            bad.append(spec.name)
+    return bad
+
+
+def add_decoded(
+    backend: Backend,
+    base: Mapping[str, Array],
+    encoded: Mapping[str, Array],
+    dtype: str | None,
+    specs: Iterable[TensorSpec],
+    out: Mapping[str, Array],
+    take: Take,
+) -> None:
+    """``out = base + encoded`` in the dtypes of ``out``; ``encoded`` as ``delta_specs`` says."""
+    for spec in specs:
+        x, data = base[spec.name], encoded[spec.name]
+        if dtype not in QUANTIZED:
+            backend.add(x, data, out[spec.name])
+            continue
+        scale, blank = encoded[scale_name(spec.name)], partial(fp32_array, backend, spec, take)
+        backend.add_decoded(x, data, dtype, scale, out[spec.name], blank)
 
 
 def decode_tensors(

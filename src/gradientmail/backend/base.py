@@ -170,6 +170,39 @@ class Backend(ABC):
     def decode(self, data: Array, dtype: str, scale: Array | None, out: Array) -> None:
         """The exact inverse reading of ``encode``, into the F32 array ``out``."""
 
+    def encode_difference(
+        self,
+        left: Array,
+        right: Array,
+        dtype: str,
+        data: Array,
+        scale: Array,
+        blank: Callable[[], Array],
+    ) -> bool:
+        """``encode`` of ``left − right`` in a quantized ``dtype``; possibly in one pass.
+
+        ``blank`` gives an F32 array of their shape to work in. False when an element of the
+        difference is not finite: then ``data`` and ``scale`` mean nothing.
+        """
+        difference = blank()
+        self.subtract(left, right, difference)
+        self.encode(difference, dtype, data, scale)
+        return math.isfinite(self.sum_of_squares(difference))
+
+    def add_decoded(
+        self,
+        base: Array,
+        data: Array,
+        dtype: str,
+        scale: Array,
+        out: Array,
+        blank: Callable[[], Array],
+    ) -> None:
+        """``out = base + decoded``, of a quantized ``dtype``; ``blank`` as above."""
+        decoded = blank()
+        self.decode(data, dtype, scale, decoded)
+        self.add(base, decoded, out)
+
 
 def fp32_factors(scale: float) -> list[float]:
     """Fp32 factors with the product ``scale``; multiplying by each in turn stays in range.

@@ -2,13 +2,13 @@
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from gradientmail.backend.base import Backend, Combination, fp32_factors
 from gradientmail.backend.cuda_copies import pinned_memory
 from gradientmail.backend.torch_chunks import CHUNK, Tensor, chunks, constant, scratch, torch
-from gradientmail.backend.torch_formats import CODECS
+from gradientmail.backend.torch_formats import DECODERS, ENCODERS, convert, pieces_of
 from gradientmail.backend.torch_model import TorchParameters, named_parameters
 from gradientmail.buffers import HOST, BufferPool
 
@@ -168,11 +168,60 @@ class TorchBackend(Backend):
 
     def encode(self, x: Tensor, dtype: str, data: Tensor, scale: Tensor | None) -> None:
         """Write the F32 ``x`` as ``dtype``, rounded to nearest even."""
-        CODECS[dtype][0](x, data, scale)
+        if scale is None:
+            convert(x, data, dtype)
+        else:
+            ENCODERS[dtype](pieces_of(x), data, scale)
 
     def decode(self, data: Tensor, dtype: str, scale: Tensor | None, out: Tensor) -> None:
         """Read what ``encode`` wrote into the F32 ``out``. Not finite where the data is not."""
-        CODECS[dtype][1](data, out, scale)
+        if scale is None:
+            convert(data, out, dtype)
+        else:
+            _exhaust(DECODERS[dtype](data, scale, pieces_of(out)()))
+
+    def encode_difference(
+        self,
+        left: Tensor,
+        right: Tensor,
+        dtype: str,
+        data: Tensor,
+        scale: Tensor,
+        blank: Callable[[], Tensor],
+    ) -> bool:
+        """``encode`` of ``left − right``, which exists in pieces only; whether it is finite."""
+        del blank
+        difference, second = scratch(left), scratch(left)
+
+        def pieces() -> Iterator[Tensor]:
+            for x, y in chunks(left, right):
+                first = difference[: x.numel()]
+                yield torch.sub(_fp32(x, first), _fp32(y, second), out=first)
+
+        return ENCODERS[dtype](pieces, data, scale)
+
+    def add_decoded(
+        self,
+        base: Tensor,
+        data: Tensor,
+        dtype: str,
+        scale: Tensor,
+        out: Tensor,
+        blank: Callable[[], Tensor],
+    ) -> None:
+        """``out = base + decoded``, which exists in pieces only."""
+        del blank
+        values, first = scratch(out), scratch(out)
+        targets = (values[: piece.numel()] for (piece,) in chunks(out))
+        decoded = DECODERS[dtype](data, scale, targets)
+        for (x, o), y in zip(chunks(base, out), decoded, strict=True):
+            o.copy_(torch.add(_fp32(x, first), y, out=y))
+
+
+def _exhaust(steps: Iterable[object]) -> None:
+    """Run a generator for what it does."""
+    for _ in steps:
+        pass
 
 
 def _fp32(x: Tensor, scratch: Tensor) -> Tensor:

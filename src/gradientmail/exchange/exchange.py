@@ -281,6 +281,12 @@ def _open(
         raise PayloadCorrupt(f"{ref.key}: {error}") from None
 
 
+def plain_sha256(payload: Payload) -> str:
+    """The sha256 of the payload as safetensors, whatever codec stored it. Any thread."""
+    ref = payload.ref
+    return ref.sha256 if ref.key.endswith(PLAIN) else sha256_hex(payload.buffer)
+
+
 async def store_all(exchange: Exchange, sealed: Sequence[Sealed]) -> list[Payload]:
     """Store several payloads at once; the first failure is raised, when all have ended."""
     results = await asyncio.gather(*(exchange.store(one) for one in sealed), return_exceptions=True)
