@@ -127,10 +127,13 @@ class Learner:
         self.take_news()
         if self.local_step >= self._due_at():
             self._publish(final=False)
-        if self._algorithm.overlap_steps is not None:
-            self._wait_for_overlap(self._algorithm.overlap_steps)
-        self._act_at = self._due_at()
-        self._say_what_matters()
+        overlap_steps = self._algorithm.overlap_steps
+        if overlap_steps is not None:
+            self._wait_for_overlap(overlap_steps)
+        self._act_at = due = self._due_at()
+        if overlap_steps is not None:
+            self._act_at = min(due, self._waits_at(overlap_steps))
+        self._say_what_matters(due)
 
     def take_news(self) -> None:
         """Raise what the loop failed with, repair, align with what has arrived."""
@@ -200,14 +203,14 @@ class Learner:
             )
         )
 
-    def _say_what_matters(self) -> None:
+    def _say_what_matters(self, due: float) -> None:
         """Have the loop look for others' snapshots if they could make the next round due earlier.
 
         Not when it is due within a poll anyhow, which is the usual case and saves the requests.
         """
         standing = self._standing()
         number = next_round(standing)
-        steps = self._act_at - max(
+        steps = due - max(
             self.local_step, standing.overwritten_at[self._schedule.fragment(number)] + 1
         )
         late = math.isfinite(steps) and steps * self._step_seconds > self._poll_interval
@@ -264,12 +267,14 @@ class Learner:
 
     # Waiting
 
+    def _waits_at(self, overlap_steps: int) -> float:
+        """The local step from which on ``step`` waits for a commit; infinity for none in flight."""
+        sent = (at for number, at in self._published if number > self.rounds_seen)
+        return min(sent, default=NEVER) + overlap_steps
+
     def _wait_for_overlap(self, overlap_steps: int) -> None:
         """Wait while a round published ``overlap_steps`` or more steps ago is not aligned with."""
-        while any(
-            number > self.rounds_seen and self.local_step - at >= overlap_steps
-            for number, at in self._published
-        ):
+        while self.local_step >= self._waits_at(overlap_steps):
             began = self._now()
             self._handoff.wait(1.0)
             self._waited += self._now() - began

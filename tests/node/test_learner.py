@@ -1,31 +1,17 @@
 """The learner's decisions as tables, and its counting and aligning against a handoff by hand."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from tests.node.worlds import Tiny, values
+from tests.node.bench import Bench
+from tests.node.worlds import values
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.schedule import Schedule
-from gradientmail.backend import backend_for
-from gradientmail.buffers import BufferPool
 from gradientmail.events import Aligned
-from gradientmail.exchange.exchange import Payload
-from gradientmail.exchange.records import Estimates, Participant, Ref, RoundRecord
-from gradientmail.handoff import Arrival, Blank, Handoff, Version
-from gradientmail.learner import (
-    NEVER,
-    Learner,
-    Standing,
-    due_at,
-    enough_others,
-    next_round,
-)
-from gradientmail.node import planned
-from gradientmail.run import arrays_over
+from gradientmail.learner import NEVER, Standing, due_at, enough_others, next_round
 
 SCHEDULE = Schedule(10, 3)  # due at 3, 6, 10, 13, 16, 20, …: gaps 3, 3, 4
 
@@ -87,90 +73,6 @@ def test_due(state: Standing, in_flight: int, closing: bool, expected: float) ->
 def test_enough_others(quorum: int, live: int, expected: int) -> None:
     """``max(min(quorum, live) − 1, 1)``."""
     assert enough_others(quorum, live) == expected
-
-
-class Bench:
-    """A learner over a handoff that the test itself works."""
-
-    def __init__(self, algorithm: DiLoCo, seconds: list[float] | None = None) -> None:
-        self.model = Tiny()
-        self.backend = backend_for(self.model)
-        self.parameters = self.backend.bind(self.model)
-        self.pool = BufferPool()
-        self.algorithm = algorithm
-        self.fragments = planned(self.parameters.schema, algorithm)
-        self.schedule = Schedule(algorithm.sync_every, len(self.fragments))
-        self.woken = 0
-        self.handoff = Handoff(wake=self._wake)
-        self.seconds = iter(seconds) if seconds else None
-        self.now = 0.0
-        self.learner = Learner(
-            self.parameters,
-            [self.version(p, 0, 0.0) for p in range(len(self.fragments))],
-            learner="me",
-            rounds_seen=-1,
-            algorithm=algorithm,
-            schedule=self.schedule,
-            handoff=self.handoff,
-            make_blank=self.blank,
-            poll_interval=1.0,
-            now=lambda: next(self.seconds) if self.seconds else self.now,
-        )
-
-    def _wake(self) -> None:
-        self.woken += 1
-
-    def blank(self, fragment: int) -> Blank:
-        theta = self.fragments[fragment].theta
-        buffer = theta.blank(self.pool.take)
-        return Blank(buffer, arrays_over(self.backend, buffer, theta))
-
-    def version(self, fragment: int, number: int, value: float) -> Version:
-        blank = self.blank(fragment)
-        for array in blank.arrays.values():
-            array.fill_(value)
-        kind = "rounds" if number else "init"
-        index = f"{(number - 1) * len(self.fragments) + fragment:010d}" if number else "000"
-        digest = f"{number:064x}"
-        ref = Ref(f"blobs/{kind}/{index}/{digest}.safetensors", digest, blank.buffer.nbytes)
-        payload = Payload(ref, blank.buffer, self.fragments[fragment].theta.slots)
-        return Version(number, payload, blank.arrays)
-
-    def arrive(self, number: int, value: float, took: Mapping[str, tuple[int, int]]) -> None:
-        """A commit that sets all of its fragment to ``value``."""
-        p, version_number = self.schedule.fragment(number), self.schedule.version(number)
-        version = self.version(p, version_number, value)
-        ref = version.payload.ref
-        record = RoundRecord(
-            round=number,
-            step=self.schedule.due_step(number),
-            fragment=p,
-            version=version_number,
-            participants=tuple(
-                Participant(name, 1, steps, tokens, tokens**2 / steps)
-                for name, (steps, tokens) in sorted(took.items())
-            ),
-            rejected=(),
-            cosine=None,
-            theta=ref,
-            outer=ref,
-            update=None,
-            quorum_seconds=0.0,
-            grace_seconds=0.0,
-            estimates=Estimates(None, None, None),
-        )
-        self.handoff.arrivals.append(Arrival(record, version, version.arrays))
-        self.handoff.tell()
-
-    def steps(self, count: int, samples: int = 4) -> None:
-        for _ in range(count):
-            self.learner.step(samples)
-
-    def sent(self) -> list[tuple[int, int, int, int]]:
-        """Round, local step, steps and tokens of what was published since the last look."""
-        found = [(o.round, o.local_step, o.steps, o.tokens) for o in self.handoff.outbox]
-        self.handoff.outbox.clear()
-        return found
 
 
 def test_rounds_are_published_when_due_and_in_flight_bounds_them() -> None:
