@@ -14,12 +14,12 @@ PACKAGE = Path(__file__).parents[1] / "src" / "gradientmail"
 # Imports point to a smaller number. Modules of one number never import each other, except the
 # shared words and files inside one folder.
 LAYERS = {
-    **dict.fromkeys(("schema", "events", "clock", "errors", "buffers"), 0),
+    **dict.fromkeys(("schema", "event", "health", "events", "clock", "errors", "buffers"), 0),
     **dict.fromkeys(("mailbox", "backend"), 1),
     **dict.fromkeys(("exchange", "algorithm"), 2),
-    **dict.fromkeys(("handoff", "run", "progress", "loop_thread"), 3),
+    **dict.fromkeys(("handoff", "run", "progress", "attendance", "loop_thread"), 3),
     **dict.fromkeys(("watch", "deltas"), 4),
-    **dict.fromkeys(("joining", "election", "collecting", "sweeping"), 5),
+    **dict.fromkeys(("joining", "election", "collecting", "holding", "sweeping"), 5),
     "committing": 6,
     **dict.fromkeys(("learner", "courier", "syncer"), 7),
     "node": 8,

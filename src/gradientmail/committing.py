@@ -12,17 +12,8 @@ from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange, Payload, plain_sha256
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Estimates, RoundRecord, Update
+from gradientmail.holding import Held
 from gradientmail.run import Run, arrays_over, payload_arrays
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A fragment as its closer holds it."""
-
-    version: int
-    theta: Payload
-    outer: Payload | None
-    """None before the first commit: zero momentum, the master is theta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +32,8 @@ class Blanks:
 
     buffers: Mapping[str, tuple[PayloadLayout, memoryview]]
     cosine: float | None
+    overflowed: tuple[str, ...]
+    """The parameters that the step drove out of their dtype's range, and that were held there."""
 
 
 class Committer:
@@ -79,7 +72,8 @@ class Committer:
         out: dict[str, Mapping[str, Array]] = {
             name: arrays_over(backend, buffer, one) for name, (one, buffer) in blank.items()
         }
-        OuterStep(algorithm.outer_lr, algorithm.outer_momentum, algorithm.commit_dtype)(
+        step = OuterStep(algorithm.outer_lr, algorithm.outer_momentum, algorithm.commit_dtype)
+        overflowed = step(
             backend,
             fragment.specs,
             self._arrays(state),
@@ -89,7 +83,7 @@ class Committer:
             final=collector.all_final,
             take=self._exchange.take,
         )
-        return Blanks(blank, merged.cosine)
+        return Blanks(blank, merged.cosine, overflowed)
 
     def _blanks(
         self, collector: Collector, state: Held

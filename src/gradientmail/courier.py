@@ -5,6 +5,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from gradientmail.algorithm.outer import apply_update
+from gradientmail.attendance import MISSED, explain_silence
 from gradientmail.backend.base import Backend, Parameters
 from gradientmail.buffers import PAGE
 from gradientmail.clock import Clock, Offload
@@ -58,6 +59,9 @@ class Courier:
         self.woken = Signal()
         self.silent = False
         """Set when a newer process has this learner's id: nothing more is published."""
+        self._late = -1
+        """The newest round that was closed while this learner's snapshot was on its way."""
+        watch.explain = self._explain
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -84,6 +88,16 @@ class Courier:
             if others != handoff.others:
                 handoff.others = others
                 handoff.tell()
+
+    def _explain(self) -> str:
+        """Why this learner is in none of the last rounds."""
+        return explain_silence(
+            round_seconds=self._watch.round_seconds,
+            step_seconds=self._handoff.step_seconds,
+            poll_interval=self._watch.poll_interval,
+            late=self._late >= self._watch.next_round - MISSED,
+            idle=self._handoff.news,  # of a commit before the last one, not looked at
+        )
 
     # Publishing
 
@@ -120,12 +134,14 @@ class Courier:
                 await self._clock.sleep(self._watch.poll_interval)
             else:
                 return
+        self._late = outgoing.round
 
     async def _upload(self, outgoing: Outgoing, sealed: Sealed, delta: Delta) -> None:
         healthy = not delta.not_finite
         payload = await self._exchange.store(sealed)
         payload.squares = delta.squares
         if self._watch.next_round > outgoing.round:  # closed meanwhile; nobody will look for it
+            self._late = outgoing.round
             await self._exchange.delete((payload.ref.key,))
             return
         record = SnapshotRecord(

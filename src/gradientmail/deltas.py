@@ -4,7 +4,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradientmail.algorithm.precision import QUANTIZED, Take, encode_difference
+from gradientmail.algorithm.precision import (
+    LARGEST_QUANTIZED,
+    QUANTIZED,
+    Take,
+    encode_difference,
+    scale_name,
+)
 from gradientmail.backend.base import Array, Backend
 from gradientmail.handoff import Outgoing
 from gradientmail.run import Fragment, arrays_over
@@ -24,9 +30,13 @@ class Delta:
 def make_delta(
     backend: Backend, fragment: Fragment, outgoing: Outgoing, dtype: str | None, take: Take
 ) -> Delta:
-    """``anchor − θ``; at the parameters' own dtypes it is written over the copy of θ."""
+    """``anchor − θ``; at the parameters' own dtypes it is written over the copy of θ.
+
+    A tensor counts as not finite also when its difference is not, at the precision of the payload:
+    whoever decodes it would reject it.
+    """
     anchor, theta = outgoing.anchor.arrays, outgoing.blank.arrays
-    if dtype in QUANTIZED:
+    if dtype is not None and dtype in QUANTIZED:
         return _quantized(backend, fragment, anchor, theta, dtype, take)
     buffer, out = outgoing.blank.buffer, theta
     if dtype is not None:
@@ -45,12 +55,15 @@ def _quantized(
     fragment: Fragment,
     anchor: Mapping[str, Array],
     theta: Mapping[str, Array],
-    dtype: str | None,
+    dtype: str,
     take: Take,
 ) -> Delta:
     buffer = fragment.delta.blank(take)
     out = arrays_over(backend, buffer, fragment.delta)
     bad = encode_difference(backend, anchor, theta, fragment.specs, dtype, out, take)
+    if dtype == "F8_E4M3":  # a value that rounds up to 2**128 is infinite to whoever decodes it
+        scales = ((spec.name, float(out[scale_name(spec.name)])) for spec in fragment.specs)
+        bad += [name for name, scale in scales if scale >= LARGEST_QUANTIZED / 2**7]
     if bad:
         encode_difference(backend, anchor, anchor, fragment.specs, dtype, out, take)
     return Delta(buffer, None, tuple(bad))

@@ -7,21 +7,22 @@ is what ``log_events`` logs. Seconds are on this node's monotonic clock.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gradientmail.event import Callback, Event
+from gradientmail.health import (  # noqa: F401 - users find all events in this module
+    DeltasParallel,
+    LearnerMissing,
+    MomentumLost,
+    ParametersNotFinite,
+    ParametersOutOfRange,
+    RoundWaits,
+    StateRestored,
+)
+
 logger = logging.getLogger("gradientmail")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """Base of all events."""
-
-    level: ClassVar[int] = logging.INFO
-
-
-type Callback = Callable[[Event], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,23 +71,6 @@ class SnapshotPublished(Event):
         return (
             f"round {self.round}: published {final}delta of {self.steps} steps "
             f"({self.nbytes / 2**20:.1f} MiB in {self.seconds:.2f} s)"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParametersNotFinite(Event):
-    """The local parameters held NaN or infinity; they were put back to the committed ones."""
-
-    level: ClassVar[int] = logging.ERROR
-    tensors: tuple[str, ...]
-    round: int
-
-    def __str__(self) -> str:
-        shown = ", ".join(self.tensors[:5]) + (", …" if len(self.tensors) > 5 else "")
-        return (
-            f"round {self.round}: {len(self.tensors)} tensors are not finite ({shown}); no delta "
-            "of them was published and they were put back to the last committed values; optimizer "
-            "state may hold NaN too and need a reset"
         )
 
 

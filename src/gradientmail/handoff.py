@@ -74,6 +74,8 @@ class Handoff:
 
     outbox: deque[Outgoing] = field(default_factory=deque)
     events: deque[Event] = field(default_factory=deque)
+    step_seconds: float = 0.0
+    """The learner's average time from step to step, told now and then."""
     waits_for: int | None = None
     """The round whose others' snapshots would make the learner publish early; None for none."""
 

@@ -208,6 +208,7 @@ class Learner:
 
         Not when it is due within a poll anyhow, which is the usual case and saves the requests.
         """
+        self._handoff.step_seconds = self._step_seconds
         standing = self._standing()
         number = next_round(standing)
         steps = due - max(
@@ -250,9 +251,11 @@ class Learner:
 
         One alone would be undone by the next backward pass, which mixes all parameters. ``found``
         are names of tensors whose parameters or delta were not finite. The round is published again
-        if it is still open then: one that nobody contributed to would stay open for good.
+        if it is still open then: one that nobody contributed to would stay open for good. A round
+        published before an earlier repair tells of what that one has mended.
         """
-        bad = set(self._parameters.not_finite()) | set(found)
+        fresh = any(number == published for published, _ in self._published)
+        bad = set(self._parameters.not_finite()) | (set(found) if fresh else set())
         for fragment, version in enumerate(self._versions):
             if bad & version.arrays.keys():
                 self._parameters.apply(self._parameters.stage(version.arrays))
@@ -262,8 +265,9 @@ class Learner:
         self._last_published = min(self._last_published, number - 1)
         for pair in [pair for pair in self._published if pair[0] >= number]:
             self._published.remove(pair)
-        tensors = tuple(sorted(bad))
-        self._handoff.announce(ParametersNotFinite(tensors=tensors, round=number))
+        if bad:
+            tensors = tuple(sorted(bad))
+            self._handoff.announce(ParametersNotFinite(tensors=tensors, round=number))
 
     # Waiting
 

@@ -8,18 +8,25 @@ that any node can take its place after any record.
 import asyncio
 from collections.abc import Callable
 
+from gradientmail.attendance import Waiting, round_waits
 from gradientmail.backend.base import Backend
 from gradientmail.clock import Clock, Offload, wait_or_sleep
 from gradientmail.collecting import Collector, take_new
-from gradientmail.committing import Closing, Committer, Held
+from gradientmail.committing import Closing, Committer
 from gradientmail.election import Election
-from gradientmail.errors import PayloadCorrupt
-from gradientmail.events import Contribution, Event, RoundCommitted, RoundSuperseded, TaskFailed
+from gradientmail.events import (
+    Contribution,
+    Event,
+    ParametersOutOfRange,
+    RoundCommitted,
+    RoundSuperseded,
+    TaskFailed,
+)
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload
-from gradientmail.exchange.payload import PayloadLayout
-from gradientmail.exchange.records import Estimates, Ref, RoundRecord
-from gradientmail.run import Fragment, Run
+from gradientmail.exchange.exchange import Exchange
+from gradientmail.exchange.records import Estimates, RoundRecord
+from gradientmail.holding import Holding
+from gradientmail.run import Run
 from gradientmail.sweeping import known_keys, stale, sweep_thoroughly
 from gradientmail.watch import Watch
 
@@ -79,7 +86,7 @@ class Syncer:
         self._election = Election(
             exchange, watch, clock, learner=learner, stopping=self._stopping, announce=announce
         )
-        self._held: dict[int, Held] = {}
+        self._holding = Holding(run, exchange, watch.progress, announce)
         self._claim: tuple[int, int] | None = None
         """Round and number of the claim that this node holds."""
         self._committed: tuple[int, float] | None = None
@@ -119,7 +126,7 @@ class Syncer:
             self._commits_in_a_row = 0
             attempt = await self._election.wait(number)
             if attempt is None:
-                self._held.clear()  # a follower holds no tensors for closing
+                self._holding.clear()  # a follower holds no tensors for closing
                 return
             self._claim = (number, attempt)
             if number > 0:
@@ -128,7 +135,7 @@ class Syncer:
         if self._watch.progress.blocked is not None:
             raise self._watch.progress.blocked
         self._watch.seek("syncer", number)
-        state = asyncio.ensure_future(self._hold_state(self._run.fragments[self._fragment(number)]))
+        state = asyncio.ensure_future(self._holding.read(number))
         try:
             closing = await self._collect(number, self._claim[1])
             if closing is not None:
@@ -148,7 +155,7 @@ class Syncer:
     async def _collect(self, number: int, claim: int) -> Closing | None:
         """Take in snapshots until the round may close; None when it should not be closed here."""
         collector = self._collector(number)
-        began, quorum_at = self._clock.now(), None
+        began, quorum_at, waiting = self._clock.now(), None, Waiting()
         while True:
             changed = self._watch.changed.next
             if self._watch.next_round != number:
@@ -163,6 +170,7 @@ class Syncer:
             if not self._may_close(collector, everyone=everyone):
                 if everyone:
                     self._watch.forget_others(number)
+                self._tell_if_it_waits(collector, waiting, now)
                 quorum_at, pause = None, self._watch.poll_interval
             elif quorum_at is None:
                 quorum_at = now
@@ -174,6 +182,21 @@ class Syncer:
                     return Closing(collector, claim, quorum_at - began, now - quorum_at)
                 pause = ends - now
             await wait_or_sleep(self._clock, pause, changed, self._stopping)
+
+    def _tell_if_it_waits(self, collector: Collector, waiting: Waiting, now: float) -> None:
+        """A round that somebody has reported to and that others hold up for long is told of."""
+        patience = self._watch.takeover_seconds()
+        waited = waiting.overdue(now, patience) if collector.reported else None
+        if waited is not None:
+            event = round_waits(
+                collector.number,
+                waited,
+                accepted=collector.accepted,
+                rejected=collector.rejected,
+                live=self._watch.live,
+                quorum_size=self._run.algorithm.quorum_size,
+            )
+            self._announce(event)
 
     def _collector(self, number: int) -> Collector:
         """What is collected of a round so far."""
@@ -218,9 +241,11 @@ class Syncer:
         began = self._clock.now()
         number = closing.collector.number
         # Whatever becomes of this attempt, the old state is used up by it.
-        state = self._held.pop(closing.collector.fragment.index)
+        state = self._holding.pop(closing.collector.fragment.index)
         blanks = await self._committer.merge(closing.collector, state)
         del state
+        if blanks.overflowed:
+            self._announce(ParametersOutOfRange(round=number, tensors=blanks.overflowed))
         enough = asyncio.Event()
         early = asyncio.ensure_future(self._fill(number + 1, enough))
         try:
@@ -230,12 +255,12 @@ class Syncer:
             if self._watch.next_round == number:
                 self._watch.progress.advance(counts)
             if _payload_keys(counts) != _payload_keys(record):
-                self._held.clear()
+                self._holding.clear()
                 self._announce(RoundSuperseded(round=number))
                 return
             sync_seconds = self._clock.now() - began
             self._committed = (number, sync_seconds)
-            self._held[record.fragment] = held
+            self._holding.put(record.fragment, held)
             self._announce(_committed(record, sync_seconds))
             self._claim = None
             if await self._election.claim_next(number + 1):
@@ -310,27 +335,6 @@ class Syncer:
         if self._sweeping is not None:
             await self._sweeping
             self._sweeping = None
-
-    # Recovery
-
-    async def _hold_state(self, fragment: Fragment) -> None:
-        """Have the fragment as its newest record has it; read from the mailbox if not held."""
-        record = self._watch.progress.newest(fragment.index)
-        if record is None:
-            theta = await self._payload(self._run.manifest.init[fragment.index], fragment.theta)
-            self._held[fragment.index] = Held(0, theta, None)
-            return
-        held = self._held.get(fragment.index)
-        if held is None or held.version != record.version:
-            theta = await self._payload(record.theta, fragment.theta)
-            outer = await self._payload(record.outer, fragment.outer)
-            self._held[fragment.index] = Held(record.version, theta, outer)
-
-    async def _payload(self, ref: Ref, payload_layout: PayloadLayout) -> Payload:
-        payload = await self._exchange.fetch(ref, payload_layout)
-        if payload is None:
-            raise PayloadCorrupt(f"{ref.key} is missing from the mailbox; its round cannot follow")
-        return payload
 
 
 def _payload_keys(record: RoundRecord) -> tuple[str, ...]:

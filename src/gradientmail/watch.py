@@ -8,6 +8,7 @@ that are known to live, in rounds that somebody here wants. Leases are listed ev
 import asyncio
 from collections.abc import Callable
 
+from gradientmail.attendance import Attendance
 from gradientmail.clock import Clock, wait_or_sleep
 from gradientmail.errors import ProtocolError
 from gradientmail.events import (
@@ -84,6 +85,9 @@ class Watch:
         self.late_snapshots = False
         """Whether the last listing held snapshots of rounds that were committed without them."""
         self._sought: dict[str, int | None] = {}
+        self._attendance = Attendance()
+        self.explain: Callable[[], str] = lambda: "nothing of it was there when they closed"
+        """Why this node itself is in none of the last rounds; the courier knows."""
 
     # What follows from what is known
 
@@ -97,6 +101,11 @@ class Watch:
         """What the newest record says of the run's timing."""
         latest = self.progress.latest
         return latest.estimates if latest is not None else UNKNOWN
+
+    @property
+    def round_seconds(self) -> float:
+        """From one record to the next, an average; a poll interval while that is not known."""
+        return self._round_seconds or self.poll_interval
 
     def takeover_seconds(self) -> float:
         """How long a follower waits for a record: 30 polls, or three times what a round takes."""
@@ -162,6 +171,7 @@ class Watch:
 
     async def run(self) -> None:
         """Poll until cancelled. A poll that fails is reported and the next one follows."""
+        self._attendance = Attendance()  # what came before this node does not tell of it
         while True:
             poke = self._poke.next
             try:
@@ -188,8 +198,17 @@ class Watch:
         now = self._clock.now()
         if now - self._leases_listed >= self._lease_cadence():
             await self.refresh_leases()
+        await self._tell_who_is_missing()
         for number in {sought for sought in self._sought.values() if sought is not None}:
             await self._poll_snapshots(number)
+
+    async def _tell_who_is_missing(self) -> None:
+        """Live learners that are in none of the last rounds; who has left is not live."""
+        if not self._attendance.suspects:
+            return
+        await self.refresh_leases()
+        for event in self._attendance.missing(self.live, self._learner, self.explain):
+            self._announce(event)
 
     async def _poll_snapshots(self, number: int) -> None:
         seen = self.snapshots.get(number, {})
@@ -226,6 +245,10 @@ class Watch:
         for number in [n for n in self.snapshots if n <= record.round]:
             del self.snapshots[number]
         self._announce(seen(record))
+        self._attendance.observe(record, self.live)
+        parallel = self._attendance.parallel(record)
+        if parallel is not None:
+            self._announce(parallel)
         self.changed.set()
 
 

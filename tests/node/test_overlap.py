@@ -14,16 +14,16 @@ class Waits:
     def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bench = bench
         self.at: list[int] = []
-        monkeypatch.setattr(Handoff, "wait", lambda handoff, seconds: self.wait(handoff, seconds))
+        monkeypatch.setattr(Handoff, "wait", self.wait)
 
-    def wait(self, handoff: Handoff, seconds: float) -> bool:
+    def wait(self, seconds: float) -> bool:
         """What ``Handoff.wait`` does, with the next round's commit coming meanwhile."""
-        assert 0 < seconds
+        assert seconds > 0
         self.at.append(self.bench.learner.local_step)
         self.bench.now += 10.0
         number = self.bench.learner.rounds_seen + 1
         self.bench.arrive(number, 1.0, {"me": (1, 4)})
-        return handoff.news
+        return self.bench.handoff.news
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3, 9])

@@ -11,9 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradientmail.algorithm.precision import (
+    LARGEST,
     Take,
     add_decoded,
     encode_difference,
+    encode_tensors,
+    fp32_array,
+    largest,
 )
 from gradientmail.backend.base import Array, Backend, Combination
 from gradientmail.schema import TensorSpec
@@ -58,8 +62,11 @@ class OuterStep:
         update: Mapping[str, Array],
         final: bool,
         take: Take,
-    ) -> None:
+    ) -> tuple[str, ...]:
         """Write the next version of the fragment ``specs`` into the arrays of ``new``.
+
+        Returns the names of the parameters that ran out of their dtype's range, and were held at
+        its ends: no finite contribution makes a run's parameters infinite.
 
         ``new.theta`` has the arrays of ``theta_specs``, ``new.outer`` those of ``outer_specs``;
         ``update`` those of ``update_specs``, none without a ``commit_dtype``. With ``final`` the
@@ -69,6 +76,7 @@ class OuterStep:
         ``old.outer``, and ``new.theta`` the arrays of one contribution in ``deltas``. With
         ``final`` no array of ``old`` or ``deltas`` may be among the new ones.
         """
+        overflowed = []
         for spec in specs:
             step = self._final_step if final else self._nesterov_step
             step(backend, spec.name, old, deltas[spec.name], new)
@@ -76,6 +84,36 @@ class OuterStep:
                 self._commit_update(backend, spec, old, new, update, take)
             elif spec.dtype != "F32":
                 backend.encode(new.master(spec.name), spec.dtype, new.theta[spec.name], None)
+            # A momentum that overflowed has made the parameter overflow too.
+            if not backend.is_finite(new.theta[spec.name]):
+                self._hold(backend, spec, old, new, update, take)
+                overflowed.append(spec.name)
+        return tuple(overflowed)
+
+    def _hold(
+        self,
+        backend: Backend,
+        spec: TensorSpec,
+        old: FragmentState,
+        new: FragmentState,
+        update: Mapping[str, Array],
+        take: Take,
+    ) -> None:
+        """Hold at the largest finite value what went beyond it: momentum, master, update, theta.
+
+        Who rebuilds such a theta from the update gets another digest, and fetches it.
+        """
+        backend.clamp(new.outer[f"momentum.{spec.name}"], LARGEST["F32"])
+        master, theta = new.master(spec.name), new.theta[spec.name]
+        backend.clamp(master, LARGEST["F32"])
+        if self.commit_dtype is not None:
+            difference = fp32_array(backend, spec, take)
+            backend.subtract(master, old.theta[spec.name], difference)
+            backend.clamp(difference, largest(self.commit_dtype))
+            named = {spec.name: difference}
+            encode_tensors(backend, named, [spec], self.commit_dtype, update)
+            apply_update(backend, [spec], old.theta, update, self.commit_dtype, new.theta, take)
+        backend.clamp(theta, LARGEST[spec.dtype])
 
     def _nesterov_step(
         self,

@@ -16,8 +16,19 @@ BLOCK = 32
 QUANTIZED = ("F8_E4M3", "F4")
 """The formats that need a scale."""
 
+LARGEST_QUANTIZED = 2.0**127
+"""No value up to this rounds up beyond fp32's range when it is quantized."""
+
+LARGEST = {"F32": 3.4028234663852886e38, "F16": 65504.0, "BF16": 3.3895313892515355e38}
+"""The largest finite value of each plain format."""
+
 type Take = Callable[[int], memoryview]
 """Gives a writable buffer of exactly that many bytes (``BufferPool.take``)."""
+
+
+def largest(dtype: str) -> float:
+    """The largest magnitude that is finite once it is encoded at ``dtype`` and decoded."""
+    return LARGEST.get(dtype, LARGEST_QUANTIZED)
 
 
 def scale_name(name: str) -> str:

@@ -98,6 +98,17 @@ class Backend(ABC):
         Not finite exactly when an element is not.
         """
 
+    def is_finite(self, x: Array) -> bool:
+        """Whether every element of an F32, F16 or BF16 array is; a backend may have a quick way."""
+        return math.isfinite(self.sum_of_squares(x))
+
+    @abstractmethod
+    def clamp(self, x: Array, limit: float) -> None:
+        """Bring an F32, F16 or BF16 array into [−limit, limit], in place; NaN becomes 0.
+
+        ``limit`` is positive and a value of the array's dtype.
+        """
+
     @abstractmethod
     def dot(self, x: Array, y: Array) -> float:
         """``Σ x·y`` in float64 of two F32, F16 or BF16 arrays with finite elements."""

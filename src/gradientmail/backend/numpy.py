@@ -51,6 +51,17 @@ class HostArithmetic(Backend):
         for pieces in chunks(left, right, out):
             operate(*pieces)
 
+    def is_finite(self, x: Values) -> bool:
+        """Whether every element is."""
+        return all(bool(np.isfinite(piece).all()) for (piece,) in chunks(x))
+
+    def clamp(self, x: Values, limit: float) -> None:
+        """Into [−limit, limit], in place; NaN becomes 0."""
+        low, high = x.dtype.type(-limit), x.dtype.type(limit)
+        for (piece,) in chunks(x):
+            piece[np.isnan(piece)] = 0
+            np.clip(piece, low, high, out=piece)
+
     @quiet
     def sum_of_squares(self, x: Values) -> float:
         """``Σ x²`` in float64."""

@@ -82,6 +82,19 @@ class TorchBackend(Backend):
         """``Σ x²``: in float64, large tensors by rows in fp32 unless that could lose digits."""
         return self.dot(x, x)
 
+    def is_finite(self, x: Tensor) -> bool:
+        """By a sum, which an element that is not finite makes so too; then, if need be, exactly."""
+        parts = [piece for (piece,) in chunks(x)]
+        if all(math.isfinite(float(piece.sum(dtype=torch.float32))) for piece in parts):
+            return True
+        return all(bool(piece.isfinite().all()) for piece in parts)
+
+    def clamp(self, x: Tensor, limit: float) -> None:
+        """Into [−limit, limit], in place; NaN becomes 0."""
+        for (piece,) in chunks(x):
+            torch.nan_to_num(piece, nan=0.0, posinf=limit, neginf=-limit, out=piece)
+            piece.clamp_(-limit, limit)
+
     def dot(self, x: Tensor, y: Tensor) -> float:
         """``Σ x·y``: in float64, large tensors by rows in fp32 unless that could lose digits."""
         if x.numel() < ROWS_FROM:

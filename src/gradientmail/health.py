@@ -1,0 +1,157 @@
+"""Events that tell how well a run trains: what goes wrong without stopping it.
+
+Users find them in ``gradientmail.events``.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gradientmail.event import Event
+
+
+def _shown(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParametersNotFinite(Event):
+    """The local parameters held NaN or infinity; they were put back to the committed ones.
+
+    Also when only their delta is not finite, at the precision that deltas have in the run.
+    """
+
+    level: ClassVar[int] = logging.ERROR
+    tensors: tuple[str, ...]
+    round: int
+
+    def __str__(self) -> str:
+        return (
+            f"round {self.round}: {len(self.tensors)} tensors are not finite "
+            f"({_shown(self.tensors)}); no delta of them was published and they were put back "
+            "to the last committed values; optimizer state may hold NaN too and need a reset"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParametersOutOfRange(Event):
+    """This node's outer step went beyond the largest finite values, and was held there."""
+
+    level: ClassVar[int] = logging.ERROR
+    round: int
+    tensors: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"round {self.round}: the outer step goes beyond the range of {len(self.tensors)} "
+            f"tensors ({_shown(self.tensors)}), which hold the largest finite values instead; some "
+            "learner diverges, or the learning rates are too high"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentumLost(Event):
+    """The outer state of a fragment could not be read; its next round starts without momentum."""
+
+    level: ClassVar[int] = logging.ERROR
+    round: int
+    """The round that is closed without it."""
+    fragment: int
+    error: str
+
+    def __str__(self) -> str:
+        return (
+            f"round {self.round}: the outer state of fragment {self.fragment} cannot be read "
+            f"({self.error}); its momentum starts again at zero, and the parameters go on"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltasParallel(Event):
+    """The learners have moved in almost the same direction, round after round."""
+
+    level: ClassVar[int] = logging.WARNING
+    rounds: tuple[int, ...]
+    """The last ones of which that is so."""
+    cosine: float
+    """The least mean cosine between their deltas in those rounds."""
+
+    def __str__(self) -> str:
+        return (
+            f"rounds {self.rounds[0]} to {self.rounds[-1]}: the learners' deltas are parallel "
+            f"(cosine {self.cosine:.3f} or more), so that several learn no more than one; probably "
+            "all of them train on the same data in the same order: give each its own shard, or a "
+            "seed of its own"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerMissing(Event):
+    """A learner that lives was in none of the last rounds."""
+
+    level: ClassVar[int] = logging.WARNING
+    learner: str
+    rounds: tuple[int, ...]
+    """The rounds in a row that were committed without it, the oldest ones left out."""
+    missed: int
+    """How many there were in a row."""
+    rejected: tuple[str, ...]
+    """Why its snapshots were rejected in those rounds, each reason once; empty when none was."""
+    why: str
+    """What is probably the cause, and what to do."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.learner} is live and was in none of the last {self.missed} rounds (up to round "
+            f"{self.rounds[-1]}): {self.why}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundWaits(Event):
+    """A round that this node closes is held up by learners that live and send nothing usable."""
+
+    level: ClassVar[int] = logging.WARNING
+    round: int
+    seconds: float
+    """How long it has been open."""
+    accepted: tuple[str, ...]
+    rejected: tuple[str, ...]
+    missing: tuple[str, ...]
+    """Who lives and has sent nothing."""
+    quorum_size: int
+
+    def __str__(self) -> str:
+        def listed(learners: tuple[str, ...]) -> str:
+            return ", ".join(learners) or "nobody"
+
+        return (
+            f"round {self.round} has waited {self.seconds:.0f} s: accepted "
+            f"{listed(self.accepted)}, of {self.quorum_size} needed; rejected "
+            f"{listed(self.rejected)}; live and silent {listed(self.missing)}. A learner that does "
+            "not train should leave the run: its loop must call session.step, or end"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRestored(Event):
+    """``load_state_dict`` has put local progress of an earlier process back into the model."""
+
+    local_step: int
+    kept: tuple[int, ...]
+    """The fragments whose local steps go on."""
+    moved: tuple[int, ...]
+    """The fragments that the run has committed since, and that hold the newest commit."""
+    steps_replaced: int
+    """Local steps on those, at most, that no commit holds."""
+
+    def __str__(self) -> str:
+        moved = (
+            f"; the run went on in {len(self.moved)}, replacing {self.steps_replaced} local steps"
+            if self.moved
+            else ""
+        )
+        return (
+            f"goes on at local step {self.local_step}, with the local parameters of "
+            f"{len(self.kept)} fragments{moved}"
+        )

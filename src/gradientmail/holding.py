@@ -1,0 +1,96 @@
+"""What a closer holds of the fragments, and how it gets that from the mailbox when it is new."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradientmail.errors import PayloadCorrupt
+from gradientmail.event import Event
+from gradientmail.events import MomentumLost
+from gradientmail.exchange.exchange import Exchange, Payload
+from gradientmail.exchange.payload import PayloadLayout
+from gradientmail.exchange.records import Ref, RoundRecord
+from gradientmail.progress import Progress
+from gradientmail.run import Fragment, Run
+
+REPAIR = (
+    "Put the object back from a copy of the mailbox, or see docs/damaged-mailbox.md for how the "
+    "run goes on from the commit before"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A fragment as its closer holds it."""
+
+    version: int
+    theta: Payload
+    outer: Payload | None
+    """None before the first commit: zero momentum, the master is theta."""
+
+
+class Holding:
+    """The fragments as their newest records have them, one at a time. Used on the loop's thread.
+
+    It holds what the newest record names, so that any node can take the closer's place after any.
+    """
+
+    def __init__(
+        self, run: Run, exchange: Exchange, progress: Progress, announce: Callable[[Event], None]
+    ) -> None:
+        """Nothing is held yet."""
+        self._run = run
+        self._exchange = exchange
+        self._progress = progress
+        self._announce = announce
+        self._held: dict[int, Held] = {}
+        self._damaged: set[int] = set()
+        """The rounds whose outer state could not be read."""
+
+    def put(self, fragment: int, held: Held) -> None:
+        """Hold what this node has committed."""
+        self._held[fragment] = held
+
+    def pop(self, fragment: int) -> Held:
+        """Give away what ``read`` has made sure is held."""
+        return self._held.pop(fragment)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._held.clear()
+
+    async def read(self, number: int) -> None:
+        """Have the fragment of round ``number``; from the mailbox if it is not held."""
+        fragment = self._run.fragments[self._run.schedule.fragment(number)]
+        record = self._progress.newest(fragment.index)
+        if record is None:
+            theta = await self._payload(self._run.manifest.init[fragment.index], fragment.theta)
+            self._held[fragment.index] = Held(0, theta, None)
+            return
+        held = self._held.get(fragment.index)
+        if held is None or held.version != record.version:
+            theta = await self._payload(record.theta, fragment.theta)
+            outer = await self._outer(record, fragment, number)
+            self._held[fragment.index] = Held(record.version, theta, outer)
+
+    async def _outer(self, record: RoundRecord, fragment: Fragment, number: int) -> Payload | None:
+        """The outer state of a commit; None, to start anew, when it could not be read twice.
+
+        The parameters are what the run is; it goes on without a momentum that nobody has any more.
+        """
+        try:
+            return await self._payload(record.outer, fragment.outer)
+        except PayloadCorrupt as error:
+            if record.round not in self._damaged:
+                self._damaged.add(record.round)
+                raise
+            self._announce(MomentumLost(round=number, fragment=fragment.index, error=str(error)))
+            return None
+
+    async def _payload(self, ref: Ref, payload_layout: PayloadLayout) -> Payload:
+        try:
+            payload = await self._exchange.fetch(ref, payload_layout)
+        except PayloadCorrupt as error:
+            raise PayloadCorrupt(f"{error}. {REPAIR}") from None
+        if payload is None:
+            raise PayloadCorrupt(f"{ref.key} is missing from the mailbox. {REPAIR}")
+        return payload
