@@ -115,6 +115,54 @@ SENTENCES: list[tuple[Event, str]] = [
         GaveUp(rounds=(3, 4), waited_seconds=150.2),
         "nothing was committed for 150 s; leaves without round 3, 4",
     ),
+    (
+        events.ParametersOutOfRange(round=3, tensors=("w",)),
+        (
+            "round 3: the outer step goes beyond the range of 1 tensors (w), which hold the "
+            "largest finite values instead; some learner diverges, or the learning rates are "
+            "too high"
+        ),
+    ),
+    (
+        events.MomentumLost(round=3, fragment=1, error="it is gone"),
+        (
+            "round 3: the outer state of fragment 1 cannot be read (it is gone); its momentum"
+            " starts again at zero, and the parameters go on"
+        ),
+    ),
+    (
+        events.DeltasParallel(rounds=(3, 4, 6), cosine=0.9951),
+        (
+            "rounds 3 to 6: the learners' deltas are parallel (cosine 0.995 or more), so that"
+            " several learn no more than one; probably all of them train on the same data in "
+            "the same order: give each its own shard, or a seed of its own"
+        ),
+    ),
+    (
+        events.LearnerMissing(learner="b", rounds=(3, 4, 5), missed=6, rejected=(), why="too far"),
+        "b is live and was in none of the last 6 rounds (up to round 5): too far",
+    ),
+    (
+        events.RoundWaits(
+            round=3, seconds=30.4, accepted=("a",), rejected=(), missing=("b",), quorum_size=2
+        ),
+        (
+            "round 3 has waited 30 s: accepted a, of 2 needed; rejected nobody; live and "
+            "silent b. A learner that does not train should leave the run: its loop must call"
+            " session.step, or end"
+        ),
+    ),
+    (
+        events.StateRestored(local_step=9, kept=(0, 1), moved=(), steps_replaced=0),
+        "goes on at local step 9, with the local parameters of 2 fragments",
+    ),
+    (
+        events.StateRestored(local_step=9, kept=(0,), moved=(1,), steps_replaced=4),
+        (
+            "goes on at local step 9, with the local parameters of 1 fragments; the run went "
+            "on in 1, replacing 4 local steps"
+        ),
+    ),
     (Closed(learner="a", rounds_seen=9, clean=True), "a left the run at round 9"),
     (
         Closed(learner="a", rounds_seen=9, clean=False),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from gradientmail.algorithm.outer import apply_update
-from gradientmail.attendance import MISSED, explain_silence
+from gradientmail.attendance import explain_silence
 from gradientmail.backend.base import Backend, Parameters
 from gradientmail.buffers import PAGE
 from gradientmail.clock import Clock, Offload
@@ -59,8 +59,10 @@ class Courier:
         self.woken = Signal()
         self.silent = False
         """Set when a newer process has this learner's id: nothing more is published."""
-        self._late = -1
-        """The newest round that was closed while this learner's snapshot was on its way."""
+        self._in_time = -1
+        """The last round whose snapshot was there before the round closed."""
+        self._told_at = clock.now()
+        """When the learner was given news that it had no other before."""
         watch.explain = self._explain
 
     async def run(self) -> None:
@@ -91,12 +93,13 @@ class Courier:
 
     def _explain(self) -> str:
         """Why this learner is in none of the last rounds."""
+        now = self._clock.now()
         return explain_silence(
             round_seconds=self._watch.round_seconds,
             step_seconds=self._handoff.step_seconds,
             poll_interval=self._watch.poll_interval,
-            late=self._late >= self._watch.next_round - MISSED,
-            idle=self._handoff.news,  # of a commit before the last one, not looked at
+            late=self._in_time < self._last_published < self._watch.next_round,
+            idle=self._handoff.news and now - self._told_at > self._watch.round_seconds,
         )
 
     # Publishing
@@ -134,14 +137,12 @@ class Courier:
                 await self._clock.sleep(self._watch.poll_interval)
             else:
                 return
-        self._late = outgoing.round
 
     async def _upload(self, outgoing: Outgoing, sealed: Sealed, delta: Delta) -> None:
         healthy = not delta.not_finite
         payload = await self._exchange.store(sealed)
         payload.squares = delta.squares
         if self._watch.next_round > outgoing.round:  # closed meanwhile; nobody will look for it
-            self._late = outgoing.round
             await self._exchange.delete((payload.ref.key,))
             return
         record = SnapshotRecord(
@@ -169,6 +170,7 @@ class Courier:
         if self._watch.next_round <= outgoing.round:
             # Only now: the syncer may write over it, and nothing is uploaded again from here on.
             self._exchange.deltas[outgoing.round] = payload
+            self._in_time = outgoing.round
         if data is not None:
             self._watch.found_snapshot(outgoing.round, self._learner, data)
         self._watch.hurry(4)
@@ -294,6 +296,8 @@ class Courier:
                     break
         arrivals.append(arrival)
         self._posted = arrival.record.round
+        if not self._handoff.news:
+            self._told_at = self._clock.now()
         self._handoff.tell()
 
     async def _theta(self, record: RoundRecord) -> Payload | None:

@@ -44,7 +44,7 @@ class Holding:
         self._announce = announce
         self._held: dict[int, Held] = {}
         self._damaged: set[int] = set()
-        """The rounds whose outer state could not be read."""
+        """The rounds whose outer state could not be read, once."""
 
     def put(self, fragment: int, held: Held) -> None:
         """Hold what this node has committed."""
@@ -58,33 +58,40 @@ class Holding:
         """Let go of everything."""
         self._held.clear()
 
-    async def read(self, number: int) -> None:
-        """Have the fragment of round ``number``; from the mailbox if it is not held."""
+    async def read(self, number: int) -> bool:
+        """Have the fragment of round ``number``; from the mailbox if it is not held.
+
+        False when the round turns out to be committed: then what it starts from may be swept.
+        """
         fragment = self._run.fragments[self._run.schedule.fragment(number)]
         record = self._progress.newest(fragment.index)
-        if record is None:
-            theta = await self._payload(self._run.manifest.init[fragment.index], fragment.theta)
-            self._held[fragment.index] = Held(0, theta, None)
-            return
         held = self._held.get(fragment.index)
-        if held is None or held.version != record.version:
-            theta = await self._payload(record.theta, fragment.theta)
-            outer = await self._outer(record, fragment, number)
-            self._held[fragment.index] = Held(record.version, theta, outer)
-
-    async def _outer(self, record: RoundRecord, fragment: Fragment, number: int) -> Payload | None:
-        """The outer state of a commit; None, to start anew, when it could not be read twice.
-
-        The parameters are what the run is; it goes on without a momentum that nobody has any more.
-        """
+        if held is not None and held.version == (0 if record is None else record.version):
+            return True
         try:
-            return await self._payload(record.outer, fragment.outer)
+            self._held[fragment.index] = await self._read(record, fragment, number)
+        except PayloadCorrupt:
+            await self._progress.read_next()
+            if self._progress.next_round == number:
+                raise
+            return False
+        return True
+
+    async def _read(self, record: RoundRecord | None, fragment: Fragment, number: int) -> Held:
+        if record is None:
+            init = self._run.manifest.init[fragment.index]
+            return Held(0, await self._payload(init, fragment.theta), None)
+        theta = await self._payload(record.theta, fragment.theta)
+        try:
+            outer = await self._payload(record.outer, fragment.outer)
         except PayloadCorrupt as error:
+            # The parameters are what the run is; it goes on without a momentum that nobody has.
             if record.round not in self._damaged:
                 self._damaged.add(record.round)
                 raise
             self._announce(MomentumLost(round=number, fragment=fragment.index, error=str(error)))
-            return None
+            return Held(record.version, theta, None)
+        return Held(record.version, theta, outer)
 
     async def _payload(self, ref: Ref, payload_layout: PayloadLayout) -> Payload:
         try:

@@ -138,8 +138,7 @@ class Syncer:
         state = asyncio.ensure_future(self._holding.read(number))
         try:
             closing = await self._collect(number, self._claim[1])
-            if closing is not None:
-                await state
+            if closing is not None and await state:
                 await self._commit(closing)
         finally:
             state.cancel()

@@ -8,7 +8,7 @@ from tests.algorithm.tensors import BACKEND, blank, same_bytes, take
 from tests.backend.arrays import assert_near
 
 from gradientmail.algorithm.outer import FragmentState, OuterStep, apply_update
-from gradientmail.algorithm.precision import outer_specs, theta_specs, update_specs
+from gradientmail.algorithm.precision import LARGEST, outer_specs, theta_specs, update_specs
 from gradientmail.backend.base import Combination
 from gradientmail.schema import TensorSpec
 
@@ -168,3 +168,80 @@ def test_a_coefficient_outside_fp32_is_right_when_the_product_is_inside() -> Non
     assert momentum is not None
     expected = float(torch.tensor(1e-38)) * 1e41
     assert math.isclose(float(momentum[0]), expected, rel_tol=1e-6)
+
+
+@commits
+@parameters
+@finals
+def test_no_finite_contribution_drives_the_parameters_out_of_range(
+    dtype: str, commit_dtype: str | None, final: bool
+) -> None:
+    """Deltas at the end of fp32's range, round after round: held at the largest finite values."""
+    specs, state = specs_of(dtype), theta_zero(specs_of(dtype))
+    for turn in range(5):
+        sign = 1.0 if turn < 3 else -1.0
+        huge = {name: torch.full(shape, sign * 3.3e38) for name, shape in SHAPES.items()}
+        deltas: dict[str, Combination] = {name: ((1.0, huge[name]),) for name in SHAPES}
+        old = state
+        state, update = step(specs, state, deltas, commit_dtype, final=final)
+        arrays = {**state.theta, **state.outer, **update}
+        for name, array in arrays.items():
+            assert array.float().isfinite().all(), name
+        if turn == 0:
+            for name in ("b", "w"):
+                assert (state.theta[name].float() < old.theta[name].float()).all()
+
+
+@parameters
+def test_a_parameter_beyond_its_dtypes_range_is_held_there_and_its_master_goes_on(
+    dtype: str,
+) -> None:
+    specs = [TensorSpec("w", dtype, (4,))]
+    largest = LARGEST[dtype]
+    start = torch.tensor([0.0, 1.0, 0.99 * largest, -0.99 * largest]).to(TORCH[dtype])
+    state = FragmentState({"w": start}, {})
+    push = torch.tensor([0.0, 0.5, -0.4 * largest, 0.4 * largest])
+    new = FragmentState(blank(theta_specs(specs)), blank(outer_specs(specs, commit_dtype=None)))
+    deltas: dict[str, Combination] = {"w": ((1.0, push),)}
+    optimizer = OuterStep(LR, 0.0, None)
+    held = optimizer(BACKEND, specs, state, deltas, new=new, update={}, final=False, take=take)
+    assert held == ("w",)
+    found = new.theta["w"].double().tolist()
+    assert found[0] == 0.0
+    assert found[1] == pytest.approx(1.0 - LR * 0.5, rel=1e-2)
+    assert found[2:] == [largest, -largest]
+    if dtype == "F16":  # the master knows by how far it went too far
+        assert new.master("w")[2].item() == pytest.approx(0.99 * 65504 + LR * 0.4 * 65504, rel=1e-3)
+
+
+@pytest.mark.parametrize("commit_dtype", ["F16", "F8_E4M3", "F4", "BF16"])
+def test_an_update_too_large_for_its_format_arrives_in_parts(commit_dtype: str) -> None:
+    """What does not fit stays in the master, as what rounding loses does."""
+    specs = [TensorSpec("w", "F32", (4,))]
+    state = FragmentState({"w": torch.zeros(4)}, {})
+    goal = torch.tensor([-1e6, 2e5, 1.0, 0.0])
+    for turn in range(18):
+        new = FragmentState(
+            blank(theta_specs(specs)), blank(outer_specs(specs, commit_dtype=commit_dtype))
+        )
+        update = blank(update_specs(specs, commit_dtype))
+        delta: Combination = ((1.0, -goal / 1.0),) if turn == 0 else ()
+        OuterStep(1.0, 0.0, commit_dtype)(
+            BACKEND, specs, state, {"w": delta}, new=new, update=update, final=False, take=take
+        )
+        for array in (*new.theta.values(), *new.outer.values(), *update.values()):
+            assert array.float().isfinite().all()
+        state = new
+    torch.testing.assert_close(state.master("w"), goal)
+    torch.testing.assert_close(state.theta["w"], goal, rtol=1e-3, atol=0.5)
+
+
+def test_what_is_in_range_is_not_held() -> None:
+    specs = specs_of("BF16")
+    new = FragmentState(blank(theta_specs(specs)), blank(outer_specs(specs, commit_dtype=None)))
+    drawn = draw(3)
+    deltas: dict[str, Combination] = {name: ((1.0, drawn[name]),) for name in SHAPES}
+    held = OuterStep(LR, BETA, None)(
+        BACKEND, specs, theta_zero(specs), deltas, new=new, update={}, final=False, take=take
+    )
+    assert held == ()

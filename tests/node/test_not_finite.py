@@ -3,13 +3,25 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
-from tests.node.history import check_history, records
-from tests.node.worlds import Tiny, World, drift, happened, model_of, values
+from safetensors.numpy import load
+from safetensors.torch import load as load_torch
+from tests.node.history import check_history, contribution, records
+from tests.node.worlds import (
+    Tiny,
+    World,
+    delta_payload,
+    drift,
+    happened,
+    model_of,
+    plant_snapshot,
+    values,
+)
 
-from gradientmail.algorithm.diloco import DiLoCo
-from gradientmail.events import ParametersNotFinite
+from gradientmail.algorithm.diloco import DiLoCo, WeightedMean
+from gradientmail.events import ParametersNotFinite, ParametersOutOfRange
 from gradientmail.testing.virtual_time import run_virtual
 from gradientmail.testing.world import train_together
 
@@ -119,5 +131,123 @@ def test_bf16_deltas_that_overflow_are_not_published() -> None:
                 assert row["steps"] > 0
         for node in nodes:
             assert all(v.isfinite().all() for v in values(model_of(node)).values())
+
+    run_virtual(main, limit_seconds=2000)
+
+
+@pytest.mark.parametrize("dtype", [None, "F16", "F8_E4M3", "F4"])
+def test_a_delta_too_large_for_its_format_does_not_stop_a_node_alone(dtype: str | None) -> None:
+    """Finite parameters, and a difference that nobody could decode: 6e38, or 1e5 as a half."""
+    far = 1e5 if dtype == "F16" else 3e38
+
+    def jump(model: object, local_step: int) -> None:
+        assert isinstance(model, torch.nn.Module)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(-far if local_step == 5 else 0.9 * far)
+
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=4, fragments=2, in_flight=2, delta_dtype=dtype))
+        model = Tiny(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(far)
+        node = world.node("a", change=jump, model=model)
+        await node.join()
+        await node.train(40)
+        assert happened(node, ParametersNotFinite)
+        assert len(records(world.archive)) >= 10
+        for record in records(world.archive):
+            assert [row["learner"] for row in record["participants"]] == ["a"]
+        assert all(v.isfinite().all() for v in values(model_of(node)).values())
+        await node.kill()
+
+    run_virtual(main, limit_seconds=2000)
+
+
+def test_a_second_round_of_the_same_illness_is_mended_once() -> None:
+    """Two rounds are published sick before the first is found so; one repair, one event."""
+
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=2, fragments=2, in_flight=2, quorum_size=2))
+        nodes = [world.node("sick", change=sick_once(0, 7)), world.node("well")]
+        await train_together(nodes, 30)
+        check_history(world.archive)
+        assert len(happened(nodes[0], ParametersNotFinite)) == 1
+
+    run_virtual(main, limit_seconds=2000)
+
+
+def test_huge_finite_contributions_leave_the_run_finite() -> None:
+    """Whatever a learner sends that is finite, the committed parameters and momentum are."""
+
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=4, fragments=2, in_flight=2, quorum_size=2))
+        node = world.node("a")
+        await node.join()
+        for number in range(6):
+            payload = delta_payload(world.archive, number % 2, 3.3e38)
+            plant_snapshot(world.archive, number, "z", payload)
+        await node.train(40)
+        found = records(world.archive)
+        assert sum("z" in [p["learner"] for p in r["participants"]] for r in found) >= 4
+        assert happened(node, ParametersOutOfRange)
+        for number, record in enumerate(found):
+            for kind in ("theta", "outer"):
+                arrays = load(world.archive.ever[record[kind]["key"]][0])
+                for name, array in arrays.items():
+                    assert np.isfinite(array).all(), (number, name)
+        await node.kill()
+
+    run_virtual(main, limit_seconds=2000)
+
+
+def test_updates_too_small_for_bf16_add_up_in_the_master() -> None:
+    """A learner moves by a few bf16 steps a round, of which the outer step takes a fiftieth."""
+    ulp = 2.0**-7  # between bf16 values from 1 to 2
+
+    def down(model: object, local_step: int) -> None:
+        del local_step
+        assert isinstance(model, torch.nn.Module)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(ulp)
+
+    async def main() -> None:
+        algorithm = DiLoCo(
+            sync_every=2,
+            fragments=1,
+            in_flight=1,
+            outer_lr=0.02,
+            outer_momentum=0.0,
+            merge=WeightedMean(),
+        )
+        world = World(algorithm)
+        model = Tiny(0, torch.bfloat16)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.5)
+        node = world.node("a", change=down, model=model)
+        await node.join()
+        await node.train(100)
+        found = records(world.archive)
+        assert len(found) >= 30
+        master, kept = 1.5, 0
+        for number, record in enumerate(found):
+            snapshot = contribution(world.archive, number, record["participants"][0])
+            delta = load_torch(world.archive.ever[snapshot["payload"]["key"]][0])
+            moved = delta["b.weight"][0].item()
+            assert ulp <= moved <= 3 * ulp
+            master -= 0.02 * moved
+            outer = load_torch(world.archive.ever[record["outer"]["key"]][0])
+            theta = load_torch(world.archive.ever[record["theta"]["key"]][0])
+            held = outer["master.b.weight"][0]
+            assert held.item() == pytest.approx(master, rel=1e-6)
+            assert theta["b.weight"][0].item() == held.to(torch.bfloat16).item()
+            kept += theta["b.weight"][0].item() == 1.5
+        # Each update alone is rounded away, as the first ones show; together they arrive.
+        assert kept >= 5
+        assert model_of(node).get_parameter("b.weight")[0].item() < 1.5 - 0.5 * ulp
+        await node.kill()
 
     run_virtual(main, limit_seconds=2000)

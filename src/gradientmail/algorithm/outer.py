@@ -84,11 +84,18 @@ class OuterStep:
                 self._commit_update(backend, spec, old, new, update, take)
             elif spec.dtype != "F32":
                 backend.encode(new.master(spec.name), spec.dtype, new.theta[spec.name], None)
-            # A momentum that overflowed has made the parameter overflow too.
-            if not backend.is_finite(new.theta[spec.name]):
+            if not self._in_range(backend, spec.name, new):
                 self._hold(backend, spec, old, new, update, take)
                 overflowed.append(spec.name)
         return tuple(overflowed)
+
+    def _in_range(self, backend: Backend, name: str, new: FragmentState) -> bool:
+        """Whether a step came out finite. A momentum that is not makes the master infinite, too.
+
+        Theta is the master rounded, or moved by an update that may have saturated.
+        """
+        finite = backend.is_finite(new.theta[name])
+        return finite and (self.commit_dtype is None or backend.is_finite(new.master(name)))
 
     def _hold(
         self,

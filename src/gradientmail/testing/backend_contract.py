@@ -26,9 +26,10 @@ from gradientmail.backend.base import Backend
 from gradientmail.testing.backend_arithmetic import BackendArithmetic
 from gradientmail.testing.backend_formats import BackendFormats
 from gradientmail.testing.backend_parameters import BackendParameters
+from gradientmail.testing.backend_range import BackendRange
 
 
-class BackendContract(BackendFormats, BackendArithmetic, BackendParameters):
+class BackendContract(BackendFormats, BackendArithmetic, BackendRange, BackendParameters):
     """Tests of what ``gradientmail.backend.base`` states."""
 
     def test_is_a_backend(self) -> None:
