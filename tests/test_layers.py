@@ -32,7 +32,8 @@ LAYERS = {
 # Beyond the numbers: the two columns of the picture stay apart all the way down.
 APART = {("exchange", "backend"), ("algorithm", "mailbox"), ("learner", "mailbox")}
 BACKEND_CONTRACT = {
-    f"testing/backend_{part}.py" for part in ("arithmetic", "formats", "parameters", "values")
+    f"testing/backend_{part}.py"
+    for part in ("arithmetic", "formats", "parameters", "range", "values")
 }
 # Packages from outside the standard library, and the only places that may name them.
 THIRD_PARTY = {

@@ -119,12 +119,16 @@ def test_going_back_as_the_page_says(what: str, back: int) -> None:
             key = json.loads(archive.ever[record][0])["theta"]["key"]
         await damage(archive, key, "corrupt")
         second = world.node("b")
-        with pytest.raises(GradientMailError) as caught:
+        if what == "record" and back == 0:  # it may be one that somebody put there before its time
             await second.join()
+            await second.train(5)
+            failed = {event.task for event in happened(second, TaskFailed) if key in event.error}
+            assert failed >= {"poll"}
+        else:
+            with pytest.raises(GradientMailError, match=key) as caught:
+                await second.join()
+            assert what == "record" or isinstance(caught.value, PayloadCorrupt)
         await second.kill()
-        if what == "theta":
-            assert isinstance(caught.value, PayloadCorrupt)
-            assert key in str(caught.value)
         await archive.delete([f"rounds/{n:010d}.json" for n in range(number, number + back + 1)])
         before: dict[str, Any] = {k: v for k, v in archive.ever.items() if k < record}
         third = world.node("c")

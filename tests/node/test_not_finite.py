@@ -242,7 +242,7 @@ def test_updates_too_small_for_bf16_add_up_in_the_master() -> None:
             outer = load_torch(world.archive.ever[record["outer"]["key"]][0])
             theta = load_torch(world.archive.ever[record["theta"]["key"]][0])
             held = outer["master.b.weight"][0]
-            assert held.item() == pytest.approx(master, rel=1e-6)
+            assert held.item() == pytest.approx(master, rel=1e-5)
             assert theta["b.weight"][0].item() == held.to(torch.bfloat16).item()
             kept += theta["b.weight"][0].item() == 1.5
         # Each update alone is rounded away, as the first ones show; together they arrive.

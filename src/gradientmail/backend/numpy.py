@@ -60,7 +60,7 @@ class HostArithmetic(Backend):
         low, high = x.dtype.type(-limit), x.dtype.type(limit)
         for (piece,) in chunks(x):
             piece[np.isnan(piece)] = 0
-            np.clip(piece, low, high, out=piece)
+            np.minimum(np.maximum(piece, low, out=piece), high, out=piece)
 
     @quiet
     def sum_of_squares(self, x: Values) -> float:
