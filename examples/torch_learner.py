@@ -1,0 +1,74 @@
+"""A learner in PyTorch. ``mlx_learner.py`` beside this file is its twin, and both join one run.
+
+    uv run examples/torch_learner.py runs/twins     in one terminal
+    uv run examples/mlx_learner.py runs/twins       in another
+
+A small network predicts the next byte of Python source. What makes the two models one to a run is
+that their parameters have the same names, dtypes and shapes.
+"""
+
+import argparse
+import math
+from random import Random
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import gradientmail as gm
+from windows import CONTEXT, draw, read_text
+
+BATCH = 64
+# With so few learners and rounds, plain averages beat an outer step with momentum.
+ALGORITHM = gm.DiLoCo(sync_every=20, fragments=2, outer_lr=1.0, outer_momentum=0.0)
+
+
+class NextByte(nn.Module):
+    """``embed.weight``, and ``layers.0`` and ``layers.1`` with a weight and a bias each."""
+
+    def __init__(self) -> None:
+        """Draw the parameters."""
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.layers = nn.ModuleList([nn.Linear(16 * CONTEXT, 64), nn.Linear(64, 256)])
+
+    def forward(self, windows: Tensor) -> Tensor:
+        """Mean loss in bits per byte of windows in the shape ``(batch, CONTEXT + 1)``."""
+        past = self.embed(windows[:, :-1]).flatten(1)
+        logits = self.layers[1](torch.tanh(self.layers[0](past)))
+        return functional.cross_entropy(logits, windows[:, -1]) / math.log(2)
+
+
+def main() -> None:
+    """Join the run, train for some rounds, leave, and measure what was committed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("folder", help="where the run is, or a new one is to be")
+    parser.add_argument("--rounds", type=int, default=100, help="rounds to take part in")
+    options = parser.parse_args()
+
+    text, random, model = read_text(), Random(), NextByte()
+    training, held_out = text[: -len(text) // 10], text[-len(text) // 10 :]
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    with gm.Session(
+        model,
+        algorithm=ALGORITHM,
+        mailbox=gm.FilesystemMailbox(options.folder),
+        poll_interval=0.1,
+        lease_every=2.0,
+        lease_timeout=10.0,
+    ) as session:
+        print(f"{session.learner_id} trains in PyTorch, from round {session.rounds_seen + 1} on")
+        last = session.rounds_seen + options.rounds
+        while session.rounds_seen < last:
+            loss = model(torch.tensor(draw(training, BATCH, random)))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            session.step(samples=BATCH)
+    with torch.no_grad():
+        loss = model(torch.tensor(draw(held_out, 4096, Random(0))))
+    print(f"round {session.rounds_seen}: {loss.item():.3f} bits per byte of held-out text")
+
+
+if __name__ == "__main__":
+    main()
