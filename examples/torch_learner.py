@@ -16,11 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradientmail as gm
+from gradientmail.patterns.barrier import Barrier
 from windows import CONTEXT, draw, read_text
 
 BATCH = 64
-# With so few learners and rounds, plain averages beat an outer step with momentum.
-ALGORITHM = gm.DiLoCo(sync_every=20, fragments=2, outer_lr=1.0, outer_momentum=0.0)
+ALGORITHM = gm.DiLoCo(
+    sync_every=20,
+    fragments=2,
+    quorum_size=2,  # a round waits for the twin as long as it lives
+    outer_lr=1.0,  # with so few learners, plain averages beat an outer step with momentum
+    outer_momentum=0.0,
+)
 
 
 class NextByte(nn.Module):
@@ -44,20 +50,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("folder", help="where the run is, or a new one is to be")
     parser.add_argument("--rounds", type=int, default=100, help="rounds to take part in")
+    parser.add_argument("--learners", type=int, default=1, help="begin when so many have joined")
     options = parser.parse_args()
 
+    torch.set_num_threads(1)  # the model is small
     text, random, model = read_text(), Random(), NextByte()
     training, held_out = text[: -len(text) // 10], text[-len(text) // 10 :]
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    mailbox = gm.FilesystemMailbox(options.folder)
     with gm.Session(
         model,
         algorithm=ALGORITHM,
-        mailbox=gm.FilesystemMailbox(options.folder),
+        mailbox=mailbox,
         poll_interval=0.1,
         lease_every=2.0,
         lease_timeout=10.0,
     ) as session:
         print(f"{session.learner_id} trains in PyTorch, from round {session.rounds_seen + 1} on")
+        barrier = Barrier(mailbox=mailbox, learner_id=session.learner_id)
+        barrier.wait("start", parties=options.learners)
         last = session.rounds_seen + options.rounds
         while session.rounds_seen < last:
             loss = model(torch.tensor(draw(training, BATCH, random)))

@@ -1,4 +1,4 @@
-"""Text that every machine has, for the small examples: the source of the Python standard library."""
+"""Text that every machine has, for the small examples: the Python standard library's source."""
 
 import sysconfig
 from pathlib import Path

@@ -142,3 +142,35 @@ def test_others_join_and_go_on_after_a_kill_and_ctrl_c_ends_all(tmp_path: Path) 
     assert [name for name in everyone if alive(int(name.rsplit("-", 1)[1]))] == []
     parts = {path.read_text() for path in run.glob("units/*")}
     assert parts == everyone
+
+
+def test_twins_of_two_frameworks_join_one_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = [str(run), "--rounds", "16", "--learners", "2"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(EXAMPLES / f"{name}_learner.py"), *options],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("torch", "mlx")
+    ]
+    try:
+        shown = [process.communicate(timeout=2 * PATIENCE_SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in processes] == [0, 0]
+    for framework, lines in zip(("PyTorch", "MLX"), shown, strict=True):
+        found = re.fullmatch(
+            rf"[a-z0-9-]+ trains in {framework}, from round 0 on\n"
+            r"round (\d+): (\d\.\d{3}) bits per byte of held-out text\n",
+            lines,
+        )
+        assert found, lines
+        assert int(found[1]) >= 15
+        assert float(found[2]) < 8.0
+    twins = {lines.split(" ", 1)[0] for lines in shown}
+    by_round = dict(participants(run))
+    assert [by_round[number] for number in range(16)] == [twins] * 16

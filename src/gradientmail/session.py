@@ -51,8 +51,9 @@ class Session:
     ended, the model holds the newest committed parameters.
 
     Args:
-        model: a ``torch.nn.Module``, whose trainable parameters are exchanged, or a dict of NumPy
-            arrays by name, whose floating ones are. They are written in place.
+        model: a ``torch.nn.Module`` or an ``mlx.nn.Module``, whose trainable parameters are
+            exchanged, or a dict of NumPy arrays by name, whose floating ones are. They are written
+            in place; an MLX module's are replaced in their places, as MLX arrays are values.
         algorithm: the run's options; all nodes of a run have the same.
         mailbox: where the run is.
         learner_id: 1 to 64 of ``a-z``, ``0-9``, ``-``, unique among the run's live nodes; one that

@@ -6,6 +6,8 @@ from collections import OrderedDict, UserDict
 from types import MappingProxyType
 
 import ml_dtypes
+import mlx.core as mx
+import mlx.nn
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 import gradientmail.backend
 from gradientmail.backend import backend_for
 from gradientmail.backend.cuda_copies import pinned_memory
+from gradientmail.backend.mlx import MlxBackend
 from gradientmail.backend.numpy import NumpyBackend
 from gradientmail.backend.torch import TorchBackend
 
@@ -26,6 +29,16 @@ class Own(nn.Sequential):
 def test_a_torch_module_is_torchs(model: object) -> None:
     assert isinstance(backend_for(model), TorchBackend)
     assert backend_for(model).name == "torch"
+
+
+class OwnMlx(mlx.nn.Linear):
+    """Another one."""
+
+
+@pytest.mark.parametrize("model", [mlx.nn.Linear(2, 2), OwnMlx(2, 2)], ids=["MLX's", "own"])
+def test_an_mlx_module_is_mlxs(model: object) -> None:
+    assert isinstance(backend_for(model), MlxBackend)
+    assert backend_for(model).name == "mlx"
 
 
 @pytest.mark.parametrize(
@@ -58,6 +71,7 @@ def test_anything_else_is_a_type_error_that_says_what_is_accepted(thing: object)
     [
         ({}, "that is empty"),
         ({"w": torch.zeros(2)}, r"of torch\.Tensor"),
+        ({"w": mx.zeros(2)}, r"of mlx\.core\.array"),
         ({"w": [1.0], "b": 2.0}, r"of builtins\.float, builtins\.list"),
     ],
 )
@@ -66,7 +80,7 @@ def test_a_mapping_of_something_else_says_of_what(mapping: object, held: str) ->
         backend_for(mapping)
 
 
-@pytest.mark.parametrize("name", ["NumpyBackend", "TorchBackend"])
+@pytest.mark.parametrize("name", ["MlxBackend", "NumpyBackend", "TorchBackend"])
 def test_backends_are_found_by_name(name: str) -> None:
     assert name in gradientmail.backend.__all__
     kind = getattr(gradientmail.backend, name)
@@ -137,7 +151,11 @@ print({"torch", "mlx", "ml_dtypes"} & set(sys.modules))
 
 @pytest.mark.parametrize(
     ("package", "name", "extra"),
-    [("torch", "TorchBackend", "torch"), ("numpy", "NumpyBackend", "numpy")],
+    [
+        ("torch", "TorchBackend", "torch"),
+        ("numpy", "NumpyBackend", "numpy"),
+        ("mlx", "MlxBackend", "mlx"),
+    ],
 )
 def test_a_missing_framework_names_the_extra(package: str, name: str, extra: str) -> None:
     code = f"""
@@ -152,6 +170,25 @@ except MissingExtra as error:
     assert run_python(code) == (
         f"{package} is not installed; install it with: pip install 'gradientmail[{extra}]'\n"
     )
+
+
+def test_an_mlx_module_needs_no_torch() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+import asyncio, mlx.core as mx, mlx.nn
+import gradientmail as gm
+model, box = mlx.nn.Linear(3, 2), gm.MemoryMailbox()
+with gm.Session(
+    model, algorithm=gm.DiLoCo(2, 1, in_flight=1, overlap_steps=0), mailbox=box, poll_interval=0.01
+) as session:
+    for _ in range(4):
+        model.weight -= 1.0
+        session.step(samples=1)
+fresh = mlx.nn.Linear(3, 2)
+print(gm.align(fresh, mailbox=box), bool((fresh.weight == model.weight).all()))
+"""
+    assert run_python(code) == "1 True\n"
 
 
 def test_bfloat16_alone_needs_ml_dtypes() -> None:

@@ -4,11 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
+import mlx.core as mx
+import mlx.nn
 import numpy as np
 import torch
 from torch import nn
 
 from gradientmail.backend.base import Backend
+from gradientmail.backend.mlx import MlxBackend
 from gradientmail.backend.numpy import NumpyBackend
 from gradientmail.backend.torch import TorchBackend
 from gradientmail.testing.backend_contract import BackendContract
@@ -53,3 +56,26 @@ class TestNumpyBackend(BackendContract):
 
     def read_model(self, model: Any) -> Mapping[str, Floats]:
         return {name: array.astype(np.float32) for name, array in model.items()}
+
+
+class TestMlxBackend(BackendContract):
+    """Its arithmetic is NumPy's; its models are trees of modules."""
+
+    dtypes: Mapping[str, Any] = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+
+    def make_backend(self) -> Backend:
+        return MlxBackend()
+
+    def make_model(self, tensors: Tensors) -> Any:
+        model = mlx.nn.Module()
+        for name, (dtype, values) in tensors.items():
+            setattr(
+                model,
+                name,
+                mx.array(values.tolist()).reshape(values.shape).astype(self.dtypes[dtype]),
+            )
+        return model
+
+    def read_model(self, model: Any) -> Mapping[str, Floats]:
+        parameters = model.trainable_parameters()
+        return {name: np.array(array.astype(mx.float32)) for name, array in parameters.items()}

@@ -40,7 +40,7 @@ class Mixed(nn.Module):
         self.sliced = draw(8)[::2]
         self.part = draw(4, 6)[1:3]
         self.frozen = draw(7)
-        self.layers = [nn.Linear(2, 3), {"inner": draw(2), "sizes": [1, 2]}]
+        self.layers: list[Any] = [nn.Linear(2, 3), {"inner": draw(2), "sizes": [1, 2]}]
         self._hidden = draw(5)
         self.rate = 0.1
         self.freeze(recurse=False, keys=["frozen"])
@@ -134,7 +134,7 @@ def change_by_update(model: Mixed) -> None:
 
 def change_by_training(model: Mixed) -> None:
     def loss(model: Mixed) -> mx.array:
-        flat = tree_flatten(model.trainable_parameters())
+        flat: Any = tree_flatten(model.trainable_parameters())
         return sum((x.astype(mx.float32).square().sum() for _, x in flat), mx.array(0.0))
 
     model.layers[1].pop("sizes")  # MLX's optimizers want arrays alone
@@ -169,13 +169,14 @@ def test_a_copy_that_failed_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> 
     parameters = BACKEND.bind(model)
     arrays = host_arrays(parameters)
     wait = parameters.capture(arrays)
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
 
-        def full(*_: object) -> None:
-            raise MemoryError
+    def full(*_: object) -> None:
+        raise MemoryError
 
-        patch.setattr(np, "copyto", full)
+    monkeypatch.setattr(np, "copyto", full)
+    with pytest.raises(MemoryError):
         wait()
+    monkeypatch.undo()
     wait()
     assert same(arrays, values(model))
 
@@ -345,11 +346,11 @@ def test_a_model_of_another_kind_since_is_an_error() -> None:
     model.set_dtype(mx.bfloat16)
     before = values(model)
     for refused in (partial(parameters.capture, arrays), partial(parameters.apply, staged)):
-        with pytest.raises(ValueError, match=r"'(weight|bias)' is mlx.core.bfloat16 .* was F32"):
+        with pytest.raises(ValueError, match=r"'(weight|bias)' was .*F32.* is mlx.core.bfloat16"):
             refused()
     assert same(values(model), before)
     del model["weight"]
-    with pytest.raises(ValueError, match="no parameter 'weight' any more"):
+    with pytest.raises(ValueError, match=r"'weight' was .* is gone"):
         parameters.not_finite()
 
 
@@ -385,7 +386,10 @@ def test_other_dtypes_are_errors_that_name_the_parameter(dtype: mx.Dtype) -> Non
     with pytest.raises(ValueError, match=rf"'layers\.1\.weight' is {dtype}.*freeze"):
         BACKEND.bind(model)
     odd.freeze()
-    assert [spec.name for spec in BACKEND.bind(model).schema] == ["layers.0.bias", "layers.0.weight"]
+    assert [spec.name for spec in BACKEND.bind(model).schema] == [
+        "layers.0.bias",
+        "layers.0.weight",
+    ]
 
 
 class Tied(nn.Module):

@@ -43,7 +43,7 @@ def drift(pull: int) -> Callable[[object, int], None]:
             module = getattr(model, part)
             old = getattr(module, own)
             if isinstance(model, nn.Module):
-                setattr(module, own, (old + mx.array(noise)).astype(old.dtype))
+                setattr(module, own, (old + mx.array(noise.tolist())).astype(old.dtype))
             else:
                 with torch.no_grad():
                     old.add_(torch.from_numpy(noise).to(old.dtype))
@@ -91,8 +91,9 @@ def participants(archive: Archive, number: int) -> list[str]:
 def test_both_take_part_both_close_rounds_and_all_end_equal(
     mlx_first: bool, dtype: torch.dtype, delta_dtype: str | None, commit_dtype: str | None
 ) -> None:
-    """The first closes the rounds of both; it leaves, and the other closes its own, and then those
-    of both once it has come back.
+    """The first closes the rounds of both. It leaves, and the other closes its own alone.
+
+    Once the first has come back, the other goes on closing the rounds of both.
     """
     algorithm = gm.DiLoCo(
         sync_every=4,

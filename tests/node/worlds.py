@@ -131,7 +131,7 @@ class World:
         wrap: Callable[[Mailbox], Mailbox] | None = None,
         change: Callable[[object, int], None] | None = None,
         clock: VirtualClock | None = None,
-        model: torch.nn.Module | None = None,
+        model: object = None,
         samples: int = 8,
         compressed: bool = False,
     ) -> SimulatedNode:

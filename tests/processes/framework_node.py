@@ -82,7 +82,7 @@ def mlx_parts(dtype: str) -> Parts:
         mx.eval(model.parameters(), optimizer.state)
 
     def read() -> dict[str, bytes]:
-        flat = tree_flatten(model.parameters())
+        flat: Any = tree_flatten(model.parameters())
         return {name: memoryview(array).tobytes() for name, array in flat}
 
     return model, step, read
@@ -90,8 +90,8 @@ def mlx_parts(dtype: str) -> Parts:
 
 def take_part(folder: Path, learner: str, parts: Parts, until: int) -> None:
     """One session, from joining until round ``until`` is in the model."""
-    dtype, delta_dtype, commit_dtype = (
-        None if part == "none" else part for part in folder.name.split("-")
+    delta_dtype, commit_dtype = (
+        None if part == "none" else part for part in folder.name.split("-")[1:]
     )
     model, step, read = parts
     closed: list[int] = []

@@ -13,18 +13,27 @@ from typing import TYPE_CHECKING, Any
 from gradientmail.backend.base import Backend, Parameters
 
 if TYPE_CHECKING:
+    from gradientmail.backend.mlx import MlxBackend
     from gradientmail.backend.numpy import NumpyBackend
     from gradientmail.backend.torch import TorchBackend
 
-__all__ = ["Backend", "NumpyBackend", "Parameters", "TorchBackend", "backend_for"]
+__all__ = [
+    "Backend",
+    "MlxBackend",
+    "NumpyBackend",
+    "Parameters",
+    "TorchBackend",
+    "backend_for",
+]
 
 _NAMES = {
+    "MlxBackend": "gradientmail.backend.mlx",
     "NumpyBackend": "gradientmail.backend.numpy",
     "TorchBackend": "gradientmail.backend.torch",
 }
 """Where each backend is."""
 
-_BACKENDS = {"torch": "TorchBackend"}
+_BACKENDS = {"torch": "TorchBackend", "mlx": "MlxBackend"}
 """The package that a model's class comes from, and the backend for it."""
 
 
@@ -48,7 +57,7 @@ def backend_for(model: object) -> Backend:
     if isinstance(model, Mapping) and any(map(_is_numpys, model.values())):
         return __getattr__("NumpyBackend")()
     raise TypeError(
-        "a model is a torch.nn.Module or a dict of NumPy arrays, not a "
+        "a model is a torch.nn.Module, an mlx.nn.Module or a dict of NumPy arrays, not a "
         f"{type(model).__module__}.{type(model).__qualname__}{_held_by(model)}"
     )
 

@@ -97,11 +97,10 @@ class MlxParameters(Parameters):
 
     def apply(self, staged: Mapping[str, Array], *, mixing: float = 0.0) -> None:
         """Put ``mixing·θ + (1−mixing)·Θ`` in the parameters' places."""
+        old = {name: self._leaf(name) for name in staged}
         new = dict(staged)
-        for name in new:
-            old = self._leaf(name)
-            if mixing:
-                new[name] = _mixed(old, new[name], mixing)
+        if mixing:
+            new = {name: _mixed(old[name], array, mixing) for name, array in new.items()}
         mx.async_eval(list(new.values()))  # another thread may read the model afterwards
         for name, array in new.items():
             *above, key = self._paths[name]
@@ -124,28 +123,32 @@ class MlxParameters(Parameters):
         spec = self._specs[name]
         try:
             array = self._at(self._paths[name])
-        except (KeyError, IndexError, TypeError):
+        except (KeyError, IndexError, TypeError):  # a module or a list is another one now
             array = None
-        if not isinstance(array, mx.array):
-            raise ValueError(
-                f"the model has no parameter {name!r} any more; change its modules before the "
-                "session begins"
-            )
-        if (_DTYPES.get(array.dtype), array.shape) != (spec.dtype, spec.shape):
-            raise ValueError(
-                f"the parameter {name!r} is {array.dtype} {array.shape} and was {spec.dtype} "
-                f"{spec.shape} when the session began; change dtypes and shapes before that"
-            )
-        return array
+        if isinstance(array, mx.array):
+            if (_DTYPES.get(array.dtype), array.shape) == (spec.dtype, spec.shape):
+                return array
+            now = f"{array.dtype} {list(array.shape)}"
+        else:
+            now = "gone"
+        raise ValueError(
+            f"the parameter {name!r} was {spec} when the session began and is {now}; change "
+            "modules, dtypes and shapes before that"
+        )
 
 
 def _arrays(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     """Every array of nested dicts and lists, with its place."""
     if isinstance(tree, mx.array):
         yield path, tree
-    elif isinstance(tree, dict | list):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _arrays(value, (*path, key))
+        return
+    parts: Any = ()
+    if isinstance(tree, dict):
+        parts = tree.items()
+    elif isinstance(tree, list):
+        parts = enumerate(tree)
+    for key, value in parts:
+        yield from _arrays(value, (*path, key))
 
 
 def _refuse_tie(first: str, second: str) -> None:
@@ -170,7 +173,7 @@ def _spec(name: str, array: Any) -> TensorSpec:
 
 
 def _mixed(theta: Any, committed: Any, mixing: float) -> Any:
-    """``mixing·θ + (1−mixing)·Θ`` in fp32, rounded to θ's dtype; where they are equal, just that."""
+    """``mixing·θ + (1−mixing)·Θ`` in fp32, then θ's dtype. Where both are equal, that value."""
     old, new = theta.astype(mx.float32), committed.astype(mx.float32)
     mean = mixing * old + (1.0 - mixing) * new
     return mx.where(old == new, new, mean).astype(theta.dtype)
