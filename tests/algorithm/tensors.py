@@ -1,4 +1,4 @@
-"""What the tests of the algorithm share: a backend, its arrays, recorded runs."""
+"""What the tests of the algorithm share: arrays of a backend, recorded runs."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import torch
 import zstandard
+from tests.backend.arrays import Placed, put_bytes
+from tests.backend.arrays import blank as blank_array
 
-from gradientmail.backend.torch import TorchBackend
+from gradientmail.backend.base import Array, Backend
 from gradientmail.schema import BITS, TensorSpec
 
-BACKEND = TorchBackend()
 _HERE = Path(__file__).parents[1] / "golden"
 GOLDEN = _HERE if _HERE.is_dir() else _HERE.parents[2] / "shared" / "fixtures"
 
@@ -22,17 +22,14 @@ def take(nbytes: int) -> memoryview:
     return memoryview(bytearray(b"\xff" * nbytes))
 
 
-def blank(specs: Iterable[TensorSpec]) -> dict[str, torch.Tensor]:
+def blank(backend: Backend, specs: Iterable[TensorSpec]) -> dict[str, Placed]:
     """Arrays for a payload, with old content."""
-    return {spec.name: BACKEND.array(take(spec.nbytes), spec.dtype, spec.shape) for spec in specs}
+    return {spec.name: blank_array(backend, spec.dtype, spec.shape) for spec in specs}
 
 
-def same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two arrays hold the same bytes; unlike ``equal``, NaN is itself and -0 is not 0."""
-    if x.shape != y.shape:
-        return False
-    x, y = (z.reshape(-1).view(torch.uint8) if z.numel() else z for z in (x, y))
-    return torch.equal(x, y)
+def arrays(placed: Mapping[str, Placed]) -> dict[str, Array]:
+    """What the backend is given of them."""
+    return {name: each.array for name, each in placed.items()}
 
 
 class RecordedRun:
@@ -52,33 +49,35 @@ class RecordedRun:
     def json(self, key: str) -> dict[str, Any]:
         return json.loads((self.root / key).read_bytes())
 
-    def payload(self, ref: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The arrays of a stored payload."""
+    def payload(self, backend: Backend, ref: Mapping[str, Any]) -> dict[str, Placed]:
+        """The arrays of a stored payload, read-only."""
         data = (self.root / ref["key"]).read_bytes()
         packed = ref["key"].endswith(".zst")
         if packed:
             data = zstandard.ZstdDecompressor().decompress(data)
-        arrays = {}
+        found = {}
         for name, tensor in safetensors.deserialize(data):
             dtype, raw = tensor["dtype"], bytes(tensor["data"])
             width = BITS[dtype] // 8
             if packed and width > 1:  # all first bytes, then all second bytes, …
                 raw = b"".join(bytes(raw[i :: len(raw) // width]) for i in range(len(raw) // width))
-            arrays[name] = BACKEND.array(memoryview(raw), dtype, tuple(tensor["shape"]))
-        return arrays
+            found[name] = put_bytes(backend, raw, dtype, tuple(tensor["shape"]))
+        return found
 
-    def before(self, round_: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def before(self, backend: Backend, round_: int) -> tuple[dict[str, Placed], dict[str, Placed]]:
         """Theta and outer state of a round's fragment before that round."""
         earlier = round_ - len(self.plan)
         if earlier < 0:
-            return self.payload(self.manifest["init"][round_ % len(self.plan)]), {}
+            return self.payload(backend, self.manifest["init"][round_ % len(self.plan)]), {}
         record = self.rounds[earlier]
-        return self.payload(record["theta"]), self.payload(record["outer"])
+        return self.payload(backend, record["theta"]), self.payload(backend, record["outer"])
 
-    def deltas(self, round_: int) -> list[tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    def deltas(
+        self, backend: Backend, round_: int
+    ) -> list[tuple[dict[str, Placed], dict[str, Any]]]:
         """The contributions that a round counted: their payloads and what the record says."""
         found = []
         for participant in self.rounds[round_]["participants"]:
             snapshot = self.json(f"snapshots/{round_:010d}/{participant['learner']}.json")
-            found.append((self.payload(snapshot["payload"]), participant))
+            found.append((self.payload(backend, snapshot["payload"]), participant))
         return found

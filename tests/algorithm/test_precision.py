@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.algorithm.tensors import BACKEND, blank, same_bytes, take
+from tests.algorithm.tensors import arrays, blank, take
+from tests.backend.arrays import put
 
 from gradientmail.algorithm.precision import (
     decode_tensors,
@@ -15,6 +16,7 @@ from gradientmail.algorithm.precision import (
     theta_specs,
     update_specs,
 )
+from gradientmail.backend.base import Backend
 from gradientmail.schema import TensorSpec
 
 SPECS = (
@@ -88,26 +90,30 @@ def test_a_parameter_called_like_anothers_scales_is_an_error(dtype: str) -> None
     st.sampled_from(DTYPES),
     st.sampled_from(["F32", "BF16", "F16"]),
 )
-def test_there_and_back(values: list[float], dtype: str | None, own: str) -> None:
+def test_there_and_back(backend: Backend, values: list[float], dtype: str | None, own: str) -> None:
     spec = TensorSpec("x", own, (len(values),))
     x = torch.tensor(values, dtype=torch.float32)
-    payload = blank(delta_specs([spec], dtype))
-    encode_tensors(BACKEND, {"x": x}, [spec], dtype, payload)
-    found = decode_tensors(BACKEND, payload, dtype, [spec], take)["x"]
-    if dtype not in ("F8_E4M3", "F4"):
-        assert found is payload["x"]
+
+    def there_and_back(x: torch.Tensor) -> torch.Tensor:
+        payload = arrays(blank(backend, delta_specs([spec], dtype)))
+        encode_tensors(backend, {"x": put(backend, x).array}, [spec], dtype, payload)
+        found = decode_tensors(backend, payload, dtype, [spec], take)["x"]
+        assert (found is payload["x"]) == (dtype not in ("F8_E4M3", "F4"))
+        out = blank(backend, [TensorSpec("x", "F32", spec.shape)])["x"]
+        backend.combine([(1.0, found)], out.array)
+        return out.tensor()
+
+    found = there_and_back(x)
     assert found.shape == x.shape
     format_ = dtype or own
     most = float(x.abs().max()) if values else 0.0
     bound = {"F32": 0.0, "F16": 2**-11, "BF16": 2**-8, "F8_E4M3": 2**-4, "F4": 0.25}[format_]
     assert ((found.double() - x.double()).abs() <= bound * most + 1e-8).all()
-    again = blank(delta_specs([spec], dtype))
-    encode_tensors(BACKEND, {"x": found.float()}, [spec], dtype, again)
-    assert torch.equal(decode_tensors(BACKEND, again, dtype, [spec], take)["x"], found)
+    assert torch.equal(there_and_back(found), found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_difference_is_the_encoded_difference(dtype: str | None) -> None:
+def test_difference_is_the_encoded_difference(backend: Backend, dtype: str | None) -> None:
     rng = torch.Generator().manual_seed(3)
     left = {spec.name: torch.randn(spec.shape, generator=rng) for spec in SPECS}
     right = {
@@ -116,16 +122,19 @@ def test_difference_is_the_encoded_difference(dtype: str | None) -> None:
         )
         for spec in SPECS
     }
-    payload, expected = blank(delta_specs(SPECS, dtype)), blank(delta_specs(SPECS, dtype))
-    encode_difference(BACKEND, left, right, SPECS, dtype, payload, take)
-    exact = {name: x - right[name].float() for name, x in left.items()}
-    encode_tensors(BACKEND, exact, SPECS, dtype, expected)
-    assert all(same_bytes(payload[name], array) for name, array in expected.items())
+    payload, expected = (blank(backend, delta_specs(SPECS, dtype)) for _ in range(2))
+    x, y, exact = (
+        {name: put(backend, tensor).array for name, tensor in tensors.items()}
+        for tensors in (left, right, {n: x - right[n].float() for n, x in left.items()})
+    )
+    encode_difference(backend, x, y, SPECS, dtype, arrays(payload), take)
+    encode_tensors(backend, exact, SPECS, dtype, arrays(expected))
+    assert all(payload[name].bytes() == array.bytes() for name, array in expected.items())
 
 
-def test_difference_may_be_written_over_what_is_subtracted() -> None:
+def test_difference_may_be_written_over_what_is_subtracted(backend: Backend) -> None:
     spec = TensorSpec("x", "BF16", (100,))
     anchor, theta = torch.randn(100).bfloat16(), torch.randn(100).bfloat16()
-    expected = anchor - theta
-    encode_difference(BACKEND, {"x": anchor}, {"x": theta}, [spec], None, {"x": theta}, take)
-    assert torch.equal(theta, expected)
+    x, y = put(backend, anchor).array, put(backend, theta)
+    encode_difference(backend, {"x": x}, {"x": y.array}, [spec], None, {"x": y.array}, take)
+    assert torch.equal(y.tensor(), anchor - theta)

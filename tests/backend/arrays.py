@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from gradientmail.backend.base import Backend
+from gradientmail.backend.numpy import NumpyBackend
 from gradientmail.backend.torch import TorchBackend
 from gradientmail.schema import BITS, TensorSpec
 
-BACKENDS: list[Backend] = [TorchBackend()]
-"""The backends that the tests of this folder run over."""
+BACKENDS: list[Backend] = [TorchBackend(), NumpyBackend()]
+"""The backends that the tests of the algorithm run over."""
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -27,6 +28,10 @@ class Placed:
     array: Any
     memory: memoryview
     spec: TensorSpec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
 
     def bytes(self) -> bytes:
         return bytes(self.memory)
