@@ -114,7 +114,7 @@ class Backend(ABC):
         """``Σ x·y`` in float64 of two F32, F16 or BF16 arrays with finite elements."""
 
     def sum_of_products(self, x: Array, y: Array) -> float:
-        """``Σ x·y``, each product and the sum in fp32 where that is in range: for statistics."""
+        """``Σ x·y`` for statistics: products and sum may be fp32 where that is in range."""
         return self.dot(x, y)
 
     def subtract_squares(self, left: Array, right: Array, out: Array) -> float:
@@ -134,7 +134,8 @@ class Backend(ABC):
     def accumulate(self, out: Array, x: Array, *, keep: float, scale: float) -> None:
         """``out = keep·out + scale·x`` for an F32 ``out``; with ``keep == 0`` out is not read.
 
-        Each product is rounded to fp32 before the sum, so that exact opposites cancel exactly.
+        ``keep``, ``scale`` and each product are rounded to fp32 before the sum, so that exact
+        opposites cancel exactly.
         ``scale`` may lie outside fp32's range; the result must be right as long as it is in it.
         """
 

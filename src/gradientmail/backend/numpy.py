@@ -4,12 +4,13 @@ A node needs no other framework to close rounds, to train arrays of its own and 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gradientmail.backend.base import Backend, Combination, fp32_factors
 from gradientmail.backend.numpy_chunks import Values, bfloat16, chunks, np, quiet, scratch
-from gradientmail.backend.numpy_formats import CODECS
+from gradientmail.backend.numpy_formats import DECODERS, ENCODERS, convert, pieces_of
 from gradientmail.backend.numpy_model import NumpyParameters
 
 _DTYPES: dict[str, Callable[[], Any]] = {
@@ -144,12 +145,58 @@ class HostArithmetic(Backend):
     @quiet
     def encode(self, x: Values, dtype: str, data: Values, scale: Values | None) -> None:
         """Write the F32 ``x`` as ``dtype``, rounded to nearest even."""
-        CODECS[dtype][0](x, data, scale)
+        if scale is None:
+            convert(x, data, dtype)
+        else:
+            ENCODERS[dtype](pieces_of(x), data, scale)
 
     @quiet
     def decode(self, data: Values, dtype: str, scale: Values | None, out: Values) -> None:
         """Read what ``encode`` wrote into the F32 ``out``. Not finite where the data is not."""
-        CODECS[dtype][1](data, out, scale)
+        if scale is None:
+            convert(data, out, dtype)
+        else:
+            deque(DECODERS[dtype](data, scale, pieces_of(out)()), maxlen=0)
+
+    @quiet
+    def encode_difference(
+        self,
+        left: Values,
+        right: Values,
+        dtype: str,
+        data: Values,
+        scale: Values,
+        blank: Callable[[], Values],
+    ) -> bool:
+        """``encode`` of ``left − right``, which exists in pieces only; whether it is finite."""
+        del blank
+        operate, difference = _Elementwise(np.subtract, left), scratch(left)
+
+        def pieces() -> Iterator[Values]:
+            for x, y in chunks(left, right):
+                piece = difference[: x.size]
+                operate(x, y, piece)
+                yield piece
+
+        return ENCODERS[dtype](pieces, data, scale)
+
+    @quiet
+    def add_decoded(
+        self,
+        base: Values,
+        data: Values,
+        dtype: str,
+        scale: Values,
+        out: Values,
+        blank: Callable[[], Values],
+    ) -> None:
+        """``out = base + decoded``, which exists in pieces only."""
+        del blank
+        operate, values = _Elementwise(np.add, out), scratch(out)
+        targets = (values[: piece.size] for (piece,) in chunks(out))
+        decoded = DECODERS[dtype](data, scale, targets)
+        for (x, o), y in zip(chunks(base, out), decoded, strict=True):
+            operate(x, y, o)
 
 
 class NumpyBackend(HostArithmetic):

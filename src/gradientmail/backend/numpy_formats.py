@@ -13,31 +13,47 @@ BLOCK = 32
 """Elements of an F4 tensor that share a scale."""
 
 
-def _convert(source: Values, target: Values, _scale: Values | None) -> None:
-    """F32, F16 and BF16, either way."""
+type Pieces = Callable[[], Iterator[Values]]
+"""Gives the flat fp32 pieces of a tensor, ``CHUNK`` elements each but the last, from the start."""
+
+
+def pieces_of(x: Values) -> Pieces:
+    """The pieces of an array that is in memory."""
+    return lambda: (piece for (piece,) in chunks(x))
+
+
+def convert(source: Values, target: Values, dtype: str) -> None:
+    """F32, F16 and BF16, either way. ``ValueError`` for another ``dtype``."""
+    if dtype not in ("F32", "F16", "BF16"):
+        raise ValueError(f"{dtype!r} is no format that goes without a scale")
     for x, out in chunks(source, target):
         np.copyto(out, x, casting="unsafe")
 
 
-def _encode_e4m3(x: Values, data: Values, scale: Values) -> None:
-    magnitude, codes, other = scratch(x), scratch(x, np.int32), scratch(x, np.int32)
+def _encode_e4m3(pieces: Pieces, data: Values, scale: Values) -> bool:
+    magnitudes, codes, others = scratch(data), scratch(data, np.int32), scratch(data, np.int32)
     largest = 0.0
-    for (piece,) in chunks(x):
-        largest = max(largest, float(np.abs(piece, out=magnitude[: piece.size]).max()))
+    for piece in pieces():
+        # NaN is the largest of all here, and infinity otherwise.
+        most = float(np.abs(piece, out=magnitudes[: piece.size]).max())
+        if not math.isfinite(most):
+            return False
+        largest = max(largest, most)
     # A subnormal's exponent field reads -127; its true exponent is less, and both are clamped.
     exponent = min(max(math.frexp(largest)[1] - 1 - 7, -126), 127) if largest else 0
     scale.fill(2.0**exponent)
     inverse = np.float32(2.0**-exponent)
-    for piece, target in chunks(x, data):
+    for piece, (target,) in zip(pieces(), chunks(data), strict=True):
         count = piece.size
-        scaled = np.multiply(piece, inverse, out=magnitude[:count])
+        scaled = np.multiply(piece, inverse, out=magnitudes[:count])
         np.abs(scaled, out=scaled)
-        code = _e4m3_codes(scaled, codes[:count], other[:count])
+        code = _e4m3_codes(scaled, codes[:count], others[:count])
         # The sign bit of -0 too: the bit 31 of an int32 comes down with its copies.
-        sign = np.right_shift(piece.view(np.int32), 24, out=other[:count])
+        sign = np.right_shift(piece.view(np.int32), 24, out=others[:count])
         np.bitwise_and(sign, 128, out=sign)
         np.bitwise_or(code, sign, out=code)
         np.copyto(target, code, casting="unsafe")
+    return True
 
 
 def _e4m3_codes(scaled: Values, code: Values, other: Values) -> Values:
@@ -71,26 +87,27 @@ def _e4m3_values() -> Values:
     return np.concatenate([values, -values]).astype(np.float32)
 
 
-def _decode_e4m3(data: Values, out: Values, scale: Values) -> None:
+def _decode_e4m3(data: Values, scale: Values, targets: Iterator[Values]) -> Iterator[Values]:
     table, factor = _e4m3_values(), np.float32(scale[()])
-    for codes, target in chunks(data, out):
+    for (codes,), target in zip(chunks(data), targets, strict=True):
         np.take(table, codes, out=target, mode="clip")
-        np.multiply(target, factor, out=target)
+        yield np.multiply(target, factor, out=target)
 
 
-def _block_pieces(x: Values, data: Values, scale: Values) -> Iterator[tuple[Values, ...]]:
-    """Pieces of an array, of its F4 codes and of their scales: CHUNK is even and whole blocks."""
-    flat = x.reshape(-1)
-    for start in range(0, x.size, CHUNK):
-        first, block, stop = start // 2, start // BLOCK, start + CHUNK
-        yield flat[start:stop], data[first : stop // 2], scale[block : stop // BLOCK]
+def _blocks(data: Values, scale: Values) -> Iterator[tuple[Values, Values]]:
+    """The codes and the scales of each piece: CHUNK is even, and whole blocks."""
+    for start in range(0, scale.size, CHUNK // BLOCK):
+        stop = start + CHUNK // BLOCK
+        yield data[start * BLOCK // 2 : stop * BLOCK // 2], scale[start:stop]
 
 
-def _encode_e2m1(x: Values, data: Values, scale: Values) -> None:
-    for values, packed, scales in _block_pieces(x, data, scale):
+def _encode_e2m1(pieces: Pieces, data: Values, scale: Values) -> bool:
+    finite = True
+    for values, (packed, scales) in zip(pieces(), _blocks(data, scale), strict=True):
         padding = -values.size % BLOCK
         whole = np.append(values, np.zeros(padding, np.float32)) if padding else values
-        _encode_blocks(whole, packed, scales)
+        finite &= _encode_blocks(whole, packed, scales)
+    return finite
 
 
 # The fp32 whose unit of rounding is 1, plus what the codes of steps 1/2, 1 and 2 are offset by.
@@ -99,8 +116,8 @@ _LARGEST_CODE = np.float32(2.0**23 + 7)
 _HALF, _TWO = np.float32(0.5), np.float32(2.0)
 
 
-def _encode_blocks(x: Values, packed: Values, scales: Values) -> None:
-    """One piece of whole blocks."""
+def _encode_blocks(x: Values, packed: Values, scales: Values) -> bool:
+    """One piece of whole blocks; whether all of it is finite."""
     magnitude = np.abs(x)
     field = _exponent_fields(magnitude)
     np.copyto(scales, field, casting="unsafe")
@@ -121,6 +138,7 @@ def _encode_blocks(x: Values, packed: Values, scales: Values) -> None:
     np.bitwise_or(codes, np.left_shift((x < 0.0).view(np.uint8), 3), out=codes)
     pairs = codes.reshape(-1, 2)
     np.bitwise_or(pairs[:, 0], np.left_shift(pairs[:, 1], 4), out=packed)
+    return bool(field.max() < 255 - 2)
 
 
 def _exponent_fields(magnitude: Values) -> Values:
@@ -149,20 +167,26 @@ def _e8m0_values() -> Values:
     return values.astype(np.float32)
 
 
-def _decode_e2m1(data: Values, out: Values, scale: Values) -> None:
+def _decode_e2m1(data: Values, scale: Values, targets: Iterator[Values]) -> Iterator[Values]:
     pairs, powers = _e2m1_pairs(), _e8m0_values()
-    for target, packed, scales in _block_pieces(out, data, scale):
+    for target, (packed, scales) in zip(targets, _blocks(data, scale), strict=True):
         values = np.take(pairs, packed, mode="clip").view(np.float32).reshape(-1, BLOCK)
         factors = np.take(powers, scales, mode="clip")[:, None]
         if target.size % BLOCK:
             np.copyto(target, np.multiply(values, factors).reshape(-1)[: target.size])
         else:
             np.multiply(values, factors, out=target.reshape(-1, BLOCK))
+        yield target
 
 
-CODECS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
-    **dict.fromkeys(("F32", "F16", "BF16"), (_convert, _convert)),
-    "F8_E4M3": (_encode_e4m3, _decode_e4m3),
-    "F4": (_encode_e2m1, _decode_e2m1),
+ENCODERS: dict[str, Callable[[Pieces, Values, Values], bool]] = {
+    "F8_E4M3": _encode_e4m3,
+    "F4": _encode_e2m1,
 }
-"""How each format is written and read."""
+"""Write data and scale; False, and what was written means nothing, when a value is not finite."""
+
+DECODERS: dict[str, Callable[[Values, Values, Iterator[Values]], Iterator[Values]]] = {
+    "F8_E4M3": _decode_e4m3,
+    "F4": _decode_e2m1,
+}
+"""Read data and scale into the pieces that are given, and yield each when it is written."""

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from gradientmail.testing.backend_values import (
     rounded,
 )
 
+DTYPES = ("F32", "F16", "BF16")
 FORMATS = ("F32", "F16", "BF16", "F8_E4M3", "F4")
 every_format = pytest.mark.parametrize("dtype", FORMATS)
 quantized = pytest.mark.parametrize("dtype", ["F8_E4M3", "F4"])
@@ -221,6 +223,64 @@ class BackendFormats(ABC):
         most = padded.max(axis=1).repeat(block)[: x.size]
         bound = most * np.float32(0.25 if dtype == "F4" else 2.0**-4)
         assert (np.abs(found - x) <= bound).all()
+
+    @quantized
+    @pytest.mark.parametrize("shape", [(), (0,), (33,), (13, 5), (70_001,)], ids=str)
+    @pytest.mark.parametrize("left", DTYPES)
+    @pytest.mark.parametrize("right", DTYPES)
+    def test_fused_codecs_are_their_parts(
+        self, dtype: str, shape: tuple[int, ...], left: str, right: str
+    ) -> None:
+        """``encode_difference`` and ``add_decoded``, whatever the dtypes of what they are given."""
+        backend = self.make_backend()
+        x, y = (
+            put(backend, draw(shape, 31, left), left),
+            put(backend, draw(shape, 32, right), right),
+        )
+        difference = blank(backend, "F32", shape)
+        backend.subtract(x.array, y.array, difference.array)
+        expected, scales = self.encode(difference, dtype)
+        data, scale = self.encode(put(backend, np.ones(shape, np.float32)), dtype)
+        assert scale is not None
+        assert scales is not None
+
+        def memory() -> Any:
+            return blank(backend, "F32", shape).array
+
+        found = backend.encode_difference(x.array, y.array, dtype, data.array, scale.array, memory)
+        assert found is True
+        assert data.bytes() == expected.bytes()
+        assert scale.bytes() == scales.bytes()
+        whole, out = blank(backend, right, shape), blank(backend, right, shape)
+        decoded = self.decode(data, dtype, scale, shape)
+        backend.add(x.array, decoded.array, whole.array)
+        backend.add_decoded(x.array, data.array, dtype, scale.array, out.array, memory)
+        assert out.bytes() == whole.bytes()
+
+    @quantized
+    @pytest.mark.parametrize("count", [1, 50_000])
+    @pytest.mark.parametrize(
+        ("x", "y"), [(np.nan, 0.0), (0.0, np.inf), (np.inf, np.inf), (LARGEST, -LARGEST)]
+    )
+    def test_difference_that_is_not_finite_is_found(
+        self, dtype: str, count: int, x: float, y: float
+    ) -> None:
+        """Wherever it is; also one of finite values that overflows."""
+        backend = self.make_backend()
+        data, scale = self.encode(put(backend, np.zeros(count, np.float32)), dtype)
+        assert scale is not None
+        for place in {0, count // 2, count - 1}:
+            left, right = draw((count,), 33).copy(), draw((count,), 34).copy()
+            left[place], right[place] = x, y
+            found = backend.encode_difference(
+                put(backend, left).array,
+                put(backend, right).array,
+                dtype,
+                data.array,
+                scale.array,
+                lambda: blank(backend, "F32", (count,)).array,
+            )
+            assert found is False
 
     def test_unknown_formats_are_errors(self) -> None:
         """``KeyError`` or ``ValueError``."""
