@@ -33,7 +33,7 @@ LAYERS = {
 APART = {("exchange", "backend"), ("algorithm", "mailbox"), ("learner", "mailbox")}
 BACKEND_CONTRACT = {
     f"testing/backend_{part}.py"
-    for part in ("arithmetic", "formats", "parameters", "range", "values")
+    for part in ("arithmetic", "formats", "parameters", "range", "sums", "values")
 }
 # Packages from outside the standard library, and the only places that may name them.
 THIRD_PARTY = {

@@ -27,9 +27,12 @@ from gradientmail.testing.backend_arithmetic import BackendArithmetic
 from gradientmail.testing.backend_formats import BackendFormats
 from gradientmail.testing.backend_parameters import BackendParameters
 from gradientmail.testing.backend_range import BackendRange
+from gradientmail.testing.backend_sums import BackendSums
 
 
-class BackendContract(BackendFormats, BackendArithmetic, BackendRange, BackendParameters):
+class BackendContract(
+    BackendFormats, BackendArithmetic, BackendSums, BackendRange, BackendParameters
+):
     """Tests of what ``gradientmail.backend.base`` states."""
 
     def test_is_a_backend(self) -> None:
