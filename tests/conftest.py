@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Speed varies with what else the machine is doing, so no example has a deadline. On failure the
@@ -16,3 +17,21 @@ settings.register_profile(
 # In CI a change must not fail for an example that has nothing to do with it.
 settings.register_profile("ci", settings.get_profile("here"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Longer chaos runs (``tests/processes/test_chaos.py``)."""
+    parser.addoption("--chaos-seconds", type=float, default=15.0, help="how long chaos lasts")
+    parser.addoption("--chaos-seed", type=int, default=1, help="the seed of what happens in it")
+
+
+@pytest.fixture
+def chaos_seconds(request: pytest.FixtureRequest) -> float:
+    """How long a chaos run lasts."""
+    return float(request.config.getoption("--chaos-seconds"))
+
+
+@pytest.fixture
+def chaos_seed(request: pytest.FixtureRequest) -> int:
+    """What a chaos run draws from."""
+    return int(request.config.getoption("--chaos-seed"))

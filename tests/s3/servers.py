@@ -36,9 +36,15 @@ def weed() -> str:
     return found
 
 
-@contextlib.contextmanager
-def seaweedfs(folder: Path) -> Generator[str]:
-    """Run SeaweedFS with its data in ``folder``; its S3 endpoint, when it answers."""
+def seaweedfs_ports() -> dict[str, int]:
+    """The ports of a SeaweedFS, by its options."""
+    names = ("master", "volume", "filer", "s3")
+    options_of_ports = [f"{name}.port{kind}" for name in names for kind in ("", ".grpc")]
+    return dict(zip(options_of_ports, free_ports(8), strict=True))
+
+
+def start_seaweedfs(folder: Path, ports: dict[str, int]) -> "subprocess.Popen[bytes]":
+    """Start SeaweedFS with its data in ``folder``, the first time or again."""
     folder.mkdir(parents=True, exist_ok=True)
     identity = {
         "name": "tests",
@@ -47,9 +53,6 @@ def seaweedfs(folder: Path) -> Generator[str]:
     }
     config = folder / "s3.json"
     config.write_text(json.dumps({"identities": [identity]}))
-    names = ("master", "volume", "filer", "s3")
-    options_of_ports = [f"{name}.port{kind}" for name in names for kind in ("", ".grpc")]
-    ports = dict(zip(options_of_ports, free_ports(8), strict=True))
     options: dict[str, Any] = {
         **ports,
         "dir": folder,
@@ -65,17 +68,24 @@ def seaweedfs(folder: Path) -> Generator[str]:
         "volume.preStopSeconds": 0,
     }
     arguments = [f"-{name}={value}" for name, value in options.items()]
-    with (folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen(
+    with (folder / "log.txt").open("ab") as log:
+        return subprocess.Popen(
             [weed(), "-logtostderr", "server", "-s3", *arguments],
             stdout=log,
             stderr=log,
             cwd=folder,
             preexec_fn=_die_with_parent,  # noqa: PLW1509 - it only asks the kernel for something
         )
+
+
+@contextlib.contextmanager
+def seaweedfs(folder: Path) -> Generator[str]:
+    """Run SeaweedFS with its data in ``folder``; its S3 endpoint, when it answers."""
+    ports = seaweedfs_ports()
+    process = start_seaweedfs(folder, ports)
     try:
         endpoint = f"http://127.0.0.1:{ports['s3.port']}"
-        _await_answer(endpoint, process, folder / "log.txt")
+        await_answer(endpoint, process, folder / "log.txt")
         yield endpoint
     finally:
         process.terminate()
@@ -97,7 +107,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _await_answer(endpoint: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+def await_answer(endpoint: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
     ends = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:

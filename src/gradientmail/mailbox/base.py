@@ -84,14 +84,14 @@ def check_key(key: str) -> str:
     return key
 
 
-def check_size(key: str, size: int) -> int:
+def check_size(key: str, size: int, limit: int | None = None) -> int:
     """Return ``size`` if the caller of ``get`` has use for so many bytes, else ``ProtocolError``.
 
-    Called in the caller's context, before the object is read.
+    Called before the object is read; outside the caller's context with the ``limit`` of there.
     """
-    limit = size_limit.get()
-    if size > limit:
-        raise ProtocolError(f"{key} has {size} bytes, more than the {limit} it may have")
+    allowed = size_limit.get() if limit is None else limit
+    if size > allowed:
+        raise ProtocolError(f"{key} has {size} bytes, more than the {allowed} it may have")
     return size
 
 

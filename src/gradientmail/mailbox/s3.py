@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from gradientmail.buffers import HOST
 from gradientmail.errors import MailboxRefused, MailboxUnavailable
-from gradientmail.mailbox.base import MAX_KEY_BYTES, check_key, flat
+from gradientmail.mailbox.base import MAX_KEY_BYTES, check_key, check_size, flat, size_limit
 from gradientmail.mailbox.lanes import Lanes
 from gradientmail.mailbox.s3_client import Addressing, Checksums, require_boto3
 from gradientmail.mailbox.s3_parts import MAX_WHOLE_BYTES, WHOLE_BYTES, Body, named_hash
@@ -143,10 +143,14 @@ class S3Mailbox:
     async def get(self, key: str, /) -> Buffer | None:
         """The object, read-only; a large one in memory that is reused once no view is left."""
         name, here = self._name(key), self._here()
-        bulk = named_hash(key) is not None
+        bulk, limit = named_hash(key) is not None, size_limit.get()
+
+        def take(nbytes: int) -> memoryview:
+            return self._take(check_size(key, nbytes, limit))
+
         for _ in range(LOOKS):
             with suppress(Changed):
-                found = await fetch(here.lanes, here.requests, name, self._take, bulk=bulk)
+                found = await fetch(here.lanes, here.requests, name, take, bulk=bulk)
                 if found is None:
                     return None
                 return found.toreadonly() if found.nbytes >= POOLED_BYTES else bytes(found)

@@ -129,7 +129,11 @@ def _fetch_first(
     if response is Meaning.EMPTY:
         return memoryview(b"")
     carried, total = size_of(response)
-    buffer = take(total)
+    try:
+        buffer = take(total)
+    except BaseException:  # the caller has no use for so much
+        response["Body"].close()
+        raise
     if carried < total:
         announce(buffer, response.get("ETag"))
     requests.fill(name, response, buffer[:carried])
