@@ -227,7 +227,7 @@ class Chaos:
     def _kill_closer(self) -> None:
         claims = self.keys(f"claims/{self.rounds():010d}/")
         data = self.get(claims[-1]) if claims else None
-        with contextlib.suppress(ValueError, TypeError, KeyError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             closer = json.loads(data or b"{}")["learner"]
             for process in tuple(self.alive):
                 if process.learner == closer:
@@ -337,7 +337,7 @@ def _listed(record: bytes, key: str, body: bytes) -> bool:
         rows = [row for row in json.loads(record)["participants"] if row["learner"] == learner]
         counts = ("local_step", "steps", "tokens")
         return any(all(row[name] == snapshot[name] for name in counts) for row in rows)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return False
 
 
