@@ -127,11 +127,8 @@ def user_rows(nodes: tuple[int, ...], hours: float, seed: int) -> Iterator[dict[
     for count in nodes:
         for mbit in LINKS_MBIT:
             for parameters in PARAMETERS:
-                base: dict[str, object] = {
-                    "nodes": count,
-                    "mbit": mbit,
-                    "parameters": f"{parameters:.0e}",
-                }
+                base: dict[str, object] = {"nodes": count, "mbit": mbit}
+                base["parameters"] = f"{parameters:.0e}"
                 case = user_case(count, mbit, parameters, hours, seed)
                 if case is None:
                     yield base | {"sync_every": f"> {MOST_STEPS}"}
@@ -158,6 +155,15 @@ def user_figures(result: Result) -> dict[str, object]:
         "gigabytes_day": round((tally.sent + tally.received) / days / 1e9, 1),
         "egress_dollars_day": round(tally.received * EGRESS_DOLLARS / days, 1),
     }
+
+
+def told(rows: Iterator[dict[str, object]]) -> list[dict[str, object]]:
+    """All rows, each said on the way: a table takes minutes."""
+    found = []
+    for row in rows:
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        found.append(row)
+    return found
 
 
 def percent(part: float) -> float:
@@ -187,10 +193,10 @@ def main() -> None:
     tables: dict[str, list[dict[str, object]]] = {}
     if arguments.what != "users":
         learners = (1, 2) if arguments.quick else tuple(PAPER)
-        tables["paper"] = list(paper_rows(learners, arguments.hours or 0.5, arguments.seed))
+        tables["paper"] = told(paper_rows(learners, arguments.hours or 0.25, arguments.seed))
     if arguments.what != "paper":
         nodes = NODES[:1] if arguments.quick else NODES
-        tables["users"] = list(user_rows(nodes, arguments.hours or 3.0, arguments.seed))
+        tables["users"] = told(user_rows(nodes, arguments.hours or 3.0, arguments.seed))
     if arguments.json:
         json.dump({"seed": arguments.seed, **tables}, sys.stdout, indent=1)
         print()

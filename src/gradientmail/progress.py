@@ -63,8 +63,8 @@ class Progress:
                 await self.catch_up()
                 return True
             self.blocked = ProtocolError(
-                f"{error}. No round can be committed until it is removed; 'gradientmail verify' "
-                "tells whether any other object refers to it"
+                f"{error}. No round can be committed until it is removed; "
+                "docs/damaged-mailbox.md says what else to do"
             )
             raise self.blocked from None
         self.blocked = None

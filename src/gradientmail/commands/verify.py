@@ -33,12 +33,12 @@ _FOREIGN = (
 REMEDIES = {
     "manifest": "if this is not where the run lives, pass its URL; a manifest never changes, so "
     "that one from a copy of the mailbox can be put back",
-    "records": "put the object back from a copy of the mailbox, since records never change; one "
-    "beyond the last committed round never was a record and can be deleted",
+    "records": "put the object back from a copy of the mailbox, or go back before it "
+    "(docs/damaged-mailbox.md); one beyond the last round never was a record: delete it",
     "versions": _FOREIGN,
     "participants": _FOREIGN,
     "payloads": "put the object back from a copy of the mailbox; a node that still trains may hold "
-    "it and replaces it with the next commit of its fragment",
+    "it and replaces it with the fragment's next commit; else see docs/damaged-mailbox.md",
     "snapshots": "nothing: closers reject this contribution; delete its record if it stays",
     "bases": _FOREIGN,
     "commits": _FOREIGN,
