@@ -88,12 +88,8 @@ def seaweedfs(folder: Path) -> Generator[str]:
         await_answer(endpoint, process, folder / "log.txt")
         yield endpoint
     finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.kill()  # it would take ten seconds to end, and its data are not needed any more
+        process.wait()
         for port in ports.values():
             for socket_file in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
                 socket_file.unlink(missing_ok=True)

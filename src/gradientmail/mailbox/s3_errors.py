@@ -93,6 +93,11 @@ CLASSES = {
     "UndefinedModelAttributeError": Meaning.REFUSED,
     "Abandoned": Meaning.UNAVAILABLE,
     **_codes(
+        Meaning.REFUSED,  # urllib3's: addresses that cannot be used
+        "LocationValueError LocationParseError URLSchemeUnknown ProxySchemeUnknown "
+        "ProxySchemeUnsupported",
+    ),
+    **_codes(
         Meaning.UNAVAILABLE,
         # botocore's: the way to the store, and answers cut short.
         "HTTPClientError ConnectionError EndpointConnectionError SSLError ConnectionClosedError "
@@ -158,6 +163,7 @@ EXPIRED_ADVICE = (
     "role; for single sign-on: aws sso login)"
 )
 CLOCK_ADVICE = "this machine's clock is wrong: set it (the store's says {time})"
+UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 CERTIFICATE_ADVICE = (
     "the server's certificate is not trusted here: check the endpoint, or name the authority's "
     "file in AWS_CA_BUNDLE"
@@ -182,12 +188,10 @@ def meaning_of(error: BaseException) -> Meaning | None:
         if status in STATUSES:
             return STATUSES[status]
         return Meaning.UNAVAILABLE if status >= 500 else Meaning.REFUSED
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+    names = [kind.__name__ for kind in type(error).__mro__]
+    if "SSLError" in names and UNTRUSTED in str(error):
         return Meaning.REFUSED
-    for kind in type(error).__mro__:
-        if kind.__name__ in CLASSES:
-            return CLASSES[kind.__name__]
-    return None
+    return next((CLASSES[name] for name in names if name in CLASSES), None)
 
 
 def translate(error: Exception, doing: str, *, answered: bool) -> Exception:
@@ -225,7 +229,7 @@ def _advice(error: BaseException, meaning: Meaning) -> str:
     code, status = code_of(error)
     if meaning is Meaning.UNSUPPORTED:
         return UNSUPPORTED_ADVICE
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+    if UNTRUSTED in str(error):
         return CERTIFICATE_ADVICE
     if code in ADVICE:
         return ADVICE[code]
