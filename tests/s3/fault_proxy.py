@@ -27,7 +27,7 @@ class Fault:
     * ``truncate``: half of the answer's body comes.
     * ``delay``: the answer comes ``seconds`` late.
     * ``lie``: a failed condition is reported as success.
-    * ``answer``: the server never hears of it; the answer is ``status`` and ``code``.
+    * ``answer``: the server never hears of it; the answer is ``status`` and ``code``, or ``body``.
     """
 
     kind: Broken
@@ -35,6 +35,7 @@ class Fault:
     code: str = "InternalError"
     seconds: float = 0.3
     headers: tuple[str, ...] = ()
+    body: str = ""
 
 
 @dataclass
@@ -82,6 +83,8 @@ class FaultProxy:
     requests: list[str] = field(default_factory=list)
     """Method and path of each."""
     port: int = 0
+    connects: bool = True
+    """Whether there is a server behind it; without, every request needs an ``answer``."""
 
     def __enter__(self) -> Self:
         self._loop = asyncio.new_event_loop()
@@ -135,8 +138,12 @@ class FaultProxy:
         self._tasks.add(task)
         up: asyncio.StreamWriter | None = None
         try:
-            parts = urlsplit(self.upstream)
-            up_reader, up = await asyncio.open_connection(parts.hostname, parts.port, limit=2**20)
+            up_reader = asyncio.StreamReader()
+            if self.connects:
+                parts = urlsplit(self.upstream)
+                up_reader, up = await asyncio.open_connection(
+                    parts.hostname, parts.port, limit=2**20
+                )
             while await self._pass_one(reader, writer, up_reader, up):
                 pass
         except (OSError, EOFError, ValueError, asyncio.CancelledError):
@@ -152,7 +159,7 @@ class FaultProxy:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         up_reader: asyncio.StreamReader,
-        up_writer: asyncio.StreamWriter,
+        up_writer: asyncio.StreamWriter | None,
     ) -> bool:
         """Pass one request on, and its answer back; whether the connection goes on."""
         request = await _read(reader, answer_to=None)
@@ -170,6 +177,7 @@ class FaultProxy:
                 writer.write(_error(fault, request.method).encoded())
                 await writer.drain()
                 return True
+        assert up_writer is not None, f"nothing answers {request.start}"
         up_writer.write(request.encoded())
         await up_writer.drain()
         answer = await _read(up_reader, answer_to=request.method)
@@ -222,6 +230,7 @@ async def _read_body(reader: asyncio.StreamReader, message: Message) -> bytes:
 
 
 def _error(fault: Fault, method: str) -> Message:
-    body = f"<Error><Code>{fault.code}</Code><Message>injected</Message></Error>".encode()
+    error = f"<Error><Code>{fault.code}</Code><Message>injected</Message></Error>"
+    body = (fault.body or error).encode()
     headers = [f"Content-Length: {len(body)}", "Content-Type: application/xml", *fault.headers]
     return Message(f"HTTP/1.1 {fault.status} Injected", headers, b"" if method == "HEAD" else body)
