@@ -11,12 +11,14 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Buffer, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from gradientmail.mailbox.filesystem import FilesystemMailbox
+from tests.processes.stores import store_at
+
+from gradientmail.mailbox.base import Mailbox
 
 HERE = Path(__file__).parent
 PATIENCE = 60.0
@@ -25,14 +27,22 @@ PATIENCE = 60.0
 class Fleet:
     """The processes of one run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, url: str | None = None) -> None:
         self.root = folder / "run"
+        self._where = str(self.root) if url is None else url
+        self._box = store_at(self._where)
         self.folder = folder
         self._outputs: dict[str, Path] = {}
 
     def __enter__(self) -> Self:
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.processes.node_process", "serve"],
+            [
+                sys.executable,
+                "-m",
+                "tests.processes.node_process",
+                "serve",
+                *(["s3"] if self._where.startswith("http") else []),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -65,7 +75,7 @@ class Fleet:
         """Start a node; ``joined`` tells when it has joined."""
         count = len(list(self.folder.iterdir()))
         out = self._outputs[learner] = self.folder / f"{learner}-{count}.txt"
-        answer = self._ask(f"start {self.root} {learner} {rounds} {out}")
+        answer = self._ask(f"start {self._where} {learner} {rounds} {out}")
         assert answer.startswith("pid "), answer
 
     def output(self, learner: str) -> str:
@@ -93,7 +103,7 @@ class Fleet:
         ends = time.monotonic() + PATIENCE
         while not reached():
             assert time.monotonic() < ends, "nothing happens any more"
-            time.sleep(0.01)
+            time.sleep(0.2 if self._where.startswith("http") else 0.01)
 
     def until_rounds(self, count: int) -> None:
         """Poll until so many rounds are committed."""
@@ -101,15 +111,37 @@ class Fleet:
 
     def rounds(self) -> int:
         """How many rounds are committed."""
-        folder = self.root / "rounds"
-        return len(record_names(folder)) if folder.exists() else 0
+        return len([key for key in self._keys("rounds/") if re.fullmatch(RECORD, key)])
 
     def closer(self) -> str | None:
         """The claimant of the newest round."""
-        box = FilesystemMailbox(self.root)
-        keys = asyncio.run(box.list(f"claims/{self.rounds():010d}/"))
-        data = asyncio.run(box.get(keys[-1])) if keys else None
+        keys = self._keys(f"claims/{self.rounds():010d}/")
+        data = asyncio.run(_get(self._box, keys[-1])) if keys else None
         return None if data is None else json.loads(bytes(data))["learner"]
+
+    def _keys(self, prefix: str) -> Sequence[str]:
+        return asyncio.run(_list(self._box, prefix))
+
+    def mirror(self) -> None:
+        """Copy what is in a bucket to ``root``, to look at it there."""
+        box = self._box
+        for key in asyncio.run(_list(box, "")):
+            data = asyncio.run(_get(box, key))
+            if data is not None:
+                path = self.root / key
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+
+
+RECORD = r"rounds/\d{10}\.json"
+
+
+async def _list(box: Mailbox, prefix: str) -> Sequence[str]:
+    return await box.list(prefix)
+
+
+async def _get(box: Mailbox, key: str) -> Buffer | None:
+    return await box.get(key)
 
 
 def record_names(folder: Path) -> list[str]:

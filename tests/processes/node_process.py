@@ -1,7 +1,8 @@
 """One node as a process: trains in sessions until it is told to stop. Run by the tests.
 
-Arguments: folder, learner id, and how many rounds to see before it closes (0: until killed). Prints
-``joined`` when it has joined, and at the end ``closed <newest round> <digest of the parameters>``.
+Arguments: folder (or the URL of a bucket and prefix), learner id, and how many rounds to see before
+it closes (0: until killed). Prints ``joined`` when it has joined, and at the end ``closed <newest
+round> <digest of the parameters>``.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import sys
 import time
 
 import torch
+from tests.processes.stores import store_at
 
 import gradientmail as gm
 from gradientmail.backend import backend_for
@@ -19,6 +21,7 @@ ALGORITHM = gm.DiLoCo(sync_every=4, fragments=2, in_flight=2)
 
 def main(root: str, learner: str, rounds: int) -> None:
     """Train."""
+    slowness = 5 if root.startswith("http://") else 1  # a request costs more than a file
     torch.set_num_threads(1)
     torch.manual_seed(len(learner))
     model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 20))
@@ -31,11 +34,11 @@ def main(root: str, learner: str, rounds: int) -> None:
     with gm.Session(
         model,
         algorithm=ALGORITHM,
-        mailbox=gm.FilesystemMailbox(root),
+        mailbox=store_at(root),
         learner_id=learner,
-        poll_interval=0.02,
-        lease_every=0.25,
-        lease_timeout=1.0,
+        poll_interval=0.02 * slowness,
+        lease_every=0.25 * slowness,
+        lease_timeout=1.0 * slowness,
         callbacks=[tell],
     ) as session:
         print(f"joined {session.rounds_seen}", flush=True)
@@ -64,6 +67,8 @@ def serve() -> None:
     warm = torch.nn.Linear(1, 1)
     backend_for(warm)
     torch.optim.SGD(warm.parameters(), lr=0.01)  # it imports a good deal more
+    if sys.argv[2:] == ["s3"]:
+        store_at("http://127.0.0.1:1/bucket/prefix")  # so does boto3
     nodes: dict[str, int] = {}
     for line in sys.stdin:
         match line.split():
@@ -100,7 +105,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
+    if sys.argv[1] == "serve":
         serve()
     else:
         main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -40,6 +40,13 @@ def by_utf16(key: str) -> bytes:
     return key.encode("utf-16-be")
 
 
+ORDERS: dict[str, Callable[[str], Any]] = {
+    "bytes": str.encode,
+    "folders": by_folder,
+    "utf-16": by_utf16,
+}
+
+
 class Store:
     """The listing of a bucket, by an order, cutting or not, two keys a page."""
 

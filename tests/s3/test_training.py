@@ -1,0 +1,206 @@
+"""Two sessions that train over a bucket while the way to it is broken again and again."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from tests.processes.fleet import Fleet, check_folder
+from tests.s3.fault_proxy import Fault, FaultProxy, Message
+
+import gradientmail as gm
+from gradientmail.events import Event, StoreUnavailable
+from gradientmail.mailbox import retrying
+
+ALGORITHM = gm.DiLoCo(sync_every=4, fragments=2, in_flight=2, quorum_size=2)
+ANSWERS = [
+    (408, "RequestTimeout"),
+    (423, "Locked"),
+    (429, "TooManyRequests"),
+    (499, "ClientClosedRequest"),
+    (409, "ConditionalRequestConflict"),
+    (500, "InternalError"),
+    (502, "BadGateway"),
+    (503, "SlowDown"),
+    (504, "GatewayTimeout"),
+    (403, "RequestTimeTooSkewed"),
+    (400, "ExpiredToken"),
+]
+BREAKS = ("drop before", "drop after", "reset", "truncate", "delay")
+
+
+def broken_at_random(random: Random, probability: float) -> Callable[[Message], Fault | None]:
+    """Break so many of the requests, in every way that is transient."""
+
+    def decide(request: Message) -> Fault | None:
+        del request
+        if random.random() >= probability:
+            return None
+        if random.random() < 0.5:
+            return Fault("answer", *random.choice(ANSWERS))
+        return Fault(random.choice(BREAKS))  # type: ignore[arg-type]
+
+    return decide
+
+
+class Trainer:
+    """A session and the thread that trains in it until ``goal`` rounds are seen."""
+
+    def __init__(self, box: gm.Mailbox, learner: str) -> None:
+        self.events: list[Event] = []
+        self.steps = 0
+        self.goal = 10**9
+        self.error: BaseException | None = None
+        self.model = torch.nn.Linear(20, 10)
+        self.box, self.learner = box, learner
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.seen = -1
+
+    def _run(self) -> None:
+        try:
+            with gm.Session(
+                self.model,
+                algorithm=ALGORITHM,
+                mailbox=self.box,
+                learner_id=self.learner,
+                poll_interval=0.1,
+                lease_timeout=60.0,
+                callbacks=[self.events.append],
+            ) as session:
+                while session.rounds_seen < self.goal:
+                    with torch.no_grad():
+                        self.model.weight += 0.01 * len(self.learner)
+                    session.step(samples=4)
+                    self.steps += 1
+                    self.seen = session.rounds_seen
+                    time.sleep(0.01)
+            self.seen = session.rounds_seen
+        except BaseException as error:
+            self.error = error
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Wait until it is so, or this trainer has failed."""
+        while not reached():
+            if self.error is not None:
+                raise self.error
+            time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a minute of backoff is for real outages; here a second stands for it."""
+    monkeypatch.setattr(retrying, "FIRST_DELAY_SECONDS", 0.02)
+    monkeypatch.setattr(retrying, "LAST_DELAY_SECONDS", 1.0)
+
+
+def mailbox(endpoint: str, prefix: str) -> gm.S3Mailbox:
+    return gm.S3Mailbox("tests", prefix, endpoint_url=endpoint, region="us-east-1")
+
+
+def run_two(proxy: FaultProxy, prefix: str, while_running: Callable[[list[Trainer]], None]) -> None:
+    """Start two trainers, do something, and have both end well."""
+    trainers = [Trainer(mailbox(proxy.endpoint, prefix), learner) for learner in ("a", "bb")]
+    for trainer in trainers:
+        trainer.thread.start()
+    while_running(trainers)
+    goal = max(trainer.seen for trainer in trainers) + 2
+    for trainer in trainers:
+        trainer.goal = goal
+    for trainer in trainers:
+        trainer.thread.join()
+        if trainer.error is not None:
+            raise trainer.error
+
+
+def check_run(upstream: str, prefix: str, folder: Path) -> int:
+    """Every round has what both learners did; the payloads are whole. How many rounds."""
+    fleet = Fleet(folder, f"{upstream}/tests/{prefix}")
+    fleet.mirror()
+    records = check_folder(fleet.root)
+    for record in records[:-2]:  # at the end, one may have left first
+        assert [one["learner"] for one in record["participants"]] == ["a", "bb"]
+        assert record["rejected"] == []
+    return len(records)
+
+
+def through_faults(
+    seaweedfs: str, prefix: str, folder: Path, *, seed: int, rounds: int, probability: float
+) -> None:
+    print(f"seed {seed}")
+    with FaultProxy(seaweedfs) as proxy:
+        proxy.decide = broken_at_random(Random(seed), probability)
+
+        def wait(trainers: list[Trainer]) -> None:
+            for trainer in trainers:
+                trainer.until(lambda trainer=trainer: trainer.seen >= rounds)  # type: ignore[misc]
+
+        run_two(proxy, prefix, wait)
+        assert set(proxy.struck) == {*BREAKS, "answer"}
+    assert check_run(seaweedfs, prefix, folder) >= rounds
+
+
+@pytest.mark.timeout(300)
+def test_two_nodes_lose_nothing(seaweedfs: str, prefix: str, tmp_path: Path) -> None:
+    through_faults(seaweedfs, prefix, tmp_path, seed=1, rounds=12, probability=0.15)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_two_nodes_lose_nothing_for_longer(seaweedfs: str, prefix: str, tmp_path: Path) -> None:
+    through_faults(seaweedfs, prefix, tmp_path, seed=2, rounds=40, probability=0.3)
+
+
+@pytest.mark.timeout(300)
+def test_a_store_that_goes_away_stops_nothing(seaweedfs: str, prefix: str, tmp_path: Path) -> None:
+    with FaultProxy(seaweedfs) as proxy:
+
+        def outage(trainers: list[Trainer]) -> None:
+            for trainer in trainers:
+                trainer.until(lambda trainer=trainer: trainer.seen >= 3)  # type: ignore[misc]
+            proxy.stop()
+            for trainer in trainers:
+                steps = trainer.steps
+                trainer.until(lambda t=trainer, n=steps: t.steps >= n + 200)  # type: ignore[misc]
+                assert any(type(event) is StoreUnavailable for event in trainer.events)
+            proxy.start()
+            for trainer in trainers:
+                trainer.events.clear()
+            seen = max(trainer.seen for trainer in trainers)
+            for trainer in trainers:
+                trainer.until(lambda t=trainer: t.seen >= seen + 3)  # type: ignore[misc]
+                # What waits tries again once, and that succeeds: nobody is told of a failure again,
+                # but for what was on its way when the store came back.
+                late = [event for event in trainer.events if type(event) is StoreUnavailable]
+                assert len(late) <= 8
+
+        run_two(proxy, prefix, outage)
+    check_run(seaweedfs, prefix, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (Fault("lie"), "ignores If-None-Match"),
+        (Fault("answer", 404, "NoSuchBucket"), "create it"),
+        (Fault("answer", 403, "AccessDenied"), "s3:ListBucket"),
+        (Fault("answer", 403, "RequestTimeTooSkewed"), "clock is wrong"),
+        (Fault("answer", 400, "ExpiredToken"), "renew them"),
+    ],
+    ids=lambda value: value.code if isinstance(value, Fault) else "",
+)
+def test_who_cannot_join_is_told_at_once(
+    fault: Fault, words: str, seaweedfs: str, prefix: str
+) -> None:
+    with FaultProxy(seaweedfs) as proxy:
+        proxy.decide = lambda _: fault
+        with pytest.raises(gm.MailboxRefused, match=words):
+            gm.Session(
+                torch.nn.Linear(2, 2),
+                algorithm=ALGORITHM,
+                mailbox=mailbox(proxy.endpoint, prefix),
+                callbacks=(),
+            )
+        assert len(proxy.requests) <= 12
