@@ -116,14 +116,15 @@ def run_two(proxy: FaultProxy, prefix: str, while_running: Callable[[list[Traine
 
 
 def check_run(upstream: str, prefix: str, folder: Path) -> int:
-    """Every round has what both learners did; the payloads are whole. How many rounds."""
+    """From the first round to the last that both were there, each has what both did; how many."""
     fleet = Fleet(folder, f"{upstream}/tests/{prefix}")
     fleet.mirror()
     records = check_folder(fleet.root)
-    for record in records[:-2]:  # at the end, one may have left first
-        assert [one["learner"] for one in record["participants"]] == ["a", "bb"]
-        assert record["rejected"] == []
-    return len(records)
+    learners = [[one["learner"] for one in record["participants"]] for record in records]
+    both = [number for number, names in enumerate(learners) if names == ["a", "bb"]]
+    assert both == list(range(both[0], both[-1] + 1))  # before and after, one was alone
+    assert [record["rejected"] for record in records] == [[]] * len(records)
+    return len(both)
 
 
 def through_faults(
@@ -139,7 +140,7 @@ def through_faults(
 
         run_two(proxy, prefix, wait)
         assert set(proxy.struck) == {*BREAKS, "answer"}
-    assert check_run(seaweedfs, prefix, folder) >= rounds
+    assert check_run(seaweedfs, prefix, folder) >= rounds // 2
 
 
 @pytest.mark.timeout(300)
@@ -177,7 +178,7 @@ def test_a_store_that_goes_away_stops_nothing(seaweedfs: str, prefix: str, tmp_p
                 assert len(late) <= 8
 
         run_two(proxy, prefix, outage)
-    check_run(seaweedfs, prefix, tmp_path)
+    assert check_run(seaweedfs, prefix, tmp_path) >= 3
 
 
 @pytest.mark.parametrize(
