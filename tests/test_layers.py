@@ -17,7 +17,7 @@ LAYERS = {
     **dict.fromkeys(("schema", "event", "health", "events", "clock", "errors", "buffers"), 0),
     **dict.fromkeys(("mailbox", "backend"), 1),
     **dict.fromkeys(("exchange", "algorithm"), 2),
-    **dict.fromkeys(("handoff", "run", "progress", "attendance", "loop_thread"), 3),
+    **dict.fromkeys(("handoff", "run", "progress", "rhythm", "attendance", "loop_thread"), 3),
     **dict.fromkeys(("watch", "deltas"), 4),
     **dict.fromkeys(("joining", "election", "collecting", "holding", "sweeping"), 5),
     "committing": 6,

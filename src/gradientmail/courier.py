@@ -173,7 +173,7 @@ class Courier:
             self._in_time = outgoing.round
         if data is not None:
             self._watch.found_snapshot(outgoing.round, self._learner, data)
-        self._watch.hurry(4)
+        self._watch.hurry(outgoing.round, 4)
         self._announce(
             SnapshotPublished(
                 round=outgoing.round,

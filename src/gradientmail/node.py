@@ -76,7 +76,8 @@ class Node:
         self.exchange = Exchange(
             retrying, offload=offload, take=take, compressed=settings.compressed
         )
-        self._lease = Lease(retrying, settings.learner, f"{random.getrandbits(64):016x}")
+        token = f"{random.getrandbits(64):016x}"
+        self._lease = Lease(retrying, settings.learner, token, self._observe_leases)
         self.rounds_seen = -1
         """The round that the model holds when it has joined, −1 for a fresh run."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -271,6 +272,10 @@ class Node:
                 return
             live = tuple(sorted(self.watch.live)) if self.watch is not None else ()
             self._announce(LeaseRenewed(beat=self._lease.beat, live=live))
+
+    def _observe_leases(self, keys: Sequence[str]) -> None:
+        if self.watch is not None:
+            self.watch.observe_leases(keys)
 
     def _step_aside(self) -> None:
         """A newer process has this learner's id: it goes on, this one writes nothing more."""

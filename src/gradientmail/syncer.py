@@ -135,6 +135,7 @@ class Syncer:
         if self._watch.progress.blocked is not None:
             raise self._watch.progress.blocked
         self._watch.seek("syncer", number)
+        self._watch.undisputed = number if self._claim[1] == 1 else None
         state = asyncio.ensure_future(self._holding.read(number))
         try:
             closing = await self._collect(number, self._claim[1])
@@ -144,6 +145,7 @@ class Syncer:
             state.cancel()
             await asyncio.gather(state, return_exceptions=True)
             self._watch.seek("syncer", None)
+            self._watch.undisputed = None
             self._collectors.pop(number, None)
 
     def _fragment(self, number: int) -> int:

@@ -2,11 +2,12 @@
 
 One poller a process, read by the courier and the syncer. Requests are what a run costs, so it asks
 by key where it can (a GET is a twelfth of a LIST): the next record, and the snapshots of learners
-that are known to live, in rounds that somebody here wants. Leases are listed every other round.
+that are known to live, in rounds that somebody here wants. It looks seldom where no commit can be
+there yet (``rhythm``). Leases are listed every other round, or as often as liveness needs.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from gradientmail.attendance import Attendance
 from gradientmail.clock import Clock, wait_or_sleep
@@ -24,11 +25,17 @@ from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.lease import LeaseBook
 from gradientmail.exchange.records import Estimates, RoundRecord
 from gradientmail.progress import Progress
+from gradientmail.rhythm import LONGEST_PAUSE_SECONDS, Rhythm
 
 UNKNOWN = Estimates(step=None, quorum=None, sync=None)
 
-ASKED_BY_KEY = 8
-"""Up to so many missing snapshots are asked for one by one; more are listed."""
+ASKED_BY_KEY = 12
+"""Up to so many snapshots are asked for one by one at a time; where it were more, they are listed,
+which costs as much as so many GETs."""
+
+SHARE = 3
+"""A poll of the closer asks for one in so many missing snapshots, in turn. When it finds one it
+asks for all: they come together, and a round waits for the last."""
 
 
 class Signal:
@@ -74,8 +81,10 @@ class Watch:
         self._leases_listed = -float("inf")
         self._snapshots_listed = -float("inf")
         self._hurry_until = -float("inf")
-        self._advanced_at: float | None = None
-        self._round_seconds: float | None = None
+        self._hurried = -1
+        self._record_asked = -float("inf")
+        self._rhythm = Rhythm(poll_interval, clock.now())
+        self._turn = 0
         self._poke = Signal()
         self.changed = Signal()
         self.progress = Progress(exchange, fragments, self._on_record)
@@ -84,6 +93,8 @@ class Watch:
         """Raw snapshot records found so far, by round and learner."""
         self.late_snapshots = False
         """Whether the last listing held snapshots of rounds that were committed without them."""
+        self.undisputed: int | None = None
+        """The round that this node closes and nobody else means to; set by its syncer."""
         self._sought: dict[str, int | None] = {}
         self._attendance = Attendance()
         self.explain: Callable[[], str] = lambda: "nothing of it was there when they closed"
@@ -125,10 +136,12 @@ class Watch:
             self._snapshots_listed = self._clock.now()
             self._poke.set()
 
-    def hurry(self, polls: float) -> None:
-        """Something is about to come: poll four times as often for so many poll intervals."""
-        self._hurry_until = self._clock.now() + polls * self.poll_interval
-        self._poke.set()
+    def hurry(self, number: int, polls: float) -> None:
+        """This round is about to be committed: poll four times as often for so many polls."""
+        if number >= self.next_round:
+            self._hurried = number
+            self._hurry_until = self._clock.now() + polls * self.poll_interval
+            self._poke.set()
 
     def found_snapshot(self, number: int, learner: str, record: bytes) -> None:
         """Take in a snapshot record, this node's own included."""
@@ -145,7 +158,10 @@ class Watch:
 
     async def refresh_leases(self) -> None:
         """List the leases now and tell who came and went."""
-        keys = await self._exchange.keys(layout.LEASES)
+        self.observe_leases(await self._exchange.keys(layout.LEASES))
+
+    def observe_leases(self, keys: Iterable[str]) -> None:
+        """Take in a listing of all leases, made just now."""
         now = self._clock.now()
         self._leases_listed = now
         self._book.observe(keys, now)
@@ -167,7 +183,7 @@ class Watch:
         self.late_snapshots = any(found < self.next_round for found, _ in listed)
         seen = self.snapshots.get(number, {})
         missing = [who for found, who in listed if found == number and who not in seen]
-        await asyncio.gather(*(self._ask(number, learner) for learner in missing))
+        await self._ask_all(number, missing)
 
     async def run(self) -> None:
         """Poll until cancelled. A poll that fails is reported and the next one follows."""
@@ -178,15 +194,10 @@ class Watch:
                 await self._poll()
             except Exception as error:
                 self._announce(TaskFailed(task="poll", error=repr(error), round=self.next_round))
-            hurried = self._clock.now() < self._hurry_until
-            pause = self.poll_interval / 4 if hurried else self.poll_interval
-            await wait_or_sleep(self._clock, pause, poke)
+            await wait_or_sleep(self._clock, self._pause(), poke)
 
     async def poll(self) -> None:
         """Look once at everything that may have changed."""
-        await self._poll()
-
-    async def _poll(self) -> None:
         try:
             await self.progress.read_next()
         except ProtocolError:
@@ -194,12 +205,27 @@ class Watch:
             raise
         await self._poll_others()
 
+    def _pause(self) -> float:
+        now = self._clock.now()
+        if now < self._hurry_until and self._hurried >= self.next_round:
+            return self.poll_interval / 4
+        return self._rhythm.pause(now)
+
+    async def _poll(self) -> None:
+        now = self._clock.now()
+        if now - self._record_asked >= self._record_cadence():
+            self._record_asked = now
+            await self.poll()
+        else:
+            await self._poll_others()
+
     async def _poll_others(self) -> None:
         now = self._clock.now()
         if now - self._leases_listed >= self._lease_cadence():
             await self.refresh_leases()
         await self._tell_who_is_missing()
-        for number in {sought for sought in self._sought.values() if sought is not None}:
+        sought = {number for number in self._sought.values() if number is not None}
+        for number in sought:
             await self._poll_snapshots(number)
 
     async def _tell_who_is_missing(self) -> None:
@@ -210,38 +236,64 @@ class Watch:
         for event in self._attendance.missing(self.live, self._learner, self.explain):
             self._announce(event)
 
+    def _closing(self, number: int) -> bool:
+        """Whether this node closes the round, or the one before it."""
+        return any(who != "learner" and sought == number for who, sought in self._sought.items())
+
+    def _record_cadence(self) -> float:
+        """Nobody but this node makes the record that it closes, as long as all goes well."""
+        if self.undisputed != self.next_round:
+            return 0.0
+        quarter = (self._rhythm.round_seconds or 0.0) / 4
+        return max(4 * self.poll_interval, min(quarter, LONGEST_PAUSE_SECONDS))
+
     async def _poll_snapshots(self, number: int) -> None:
+        """Ask for some of the missing snapshots, and for all of them if one of these is there."""
+        now, closing = self._clock.now(), self._closing(number)
         seen = self.snapshots.get(number, {})
-        missing = [learner for learner in self.live - {self._learner} if learner not in seen]
-        if len(missing) <= ASKED_BY_KEY:
-            await asyncio.gather(*(self._ask(number, learner) for learner in missing))
-        listed_ago = self._clock.now() - self._snapshots_listed
-        if listed_ago >= self._snapshots_cadence(len(missing)):
+        missing = sorted(self.live - {self._learner} - seen.keys())
+        # A learner wants to know when a round closes without it. Before a commit is due none does.
+        if missing and (closing or not self._rhythm.due_in(now)):
+            share = -(-len(missing) // SHARE) if closing else 1
+            if share <= ASKED_BY_KEY:
+                self._turn = (self._turn + share) % len(missing)
+                turned = missing[self._turn :] + missing[: self._turn]
+                if await self._ask_all(number, turned[:share]):
+                    await self._ask_all(number, turned[share:])
+        if closing and now - self._snapshots_listed >= self._snapshots_cadence(len(missing)):
             await self.list_snapshots(number)
 
-    async def _ask(self, number: int, learner: str) -> None:
+    async def _ask_all(self, number: int, learners: Sequence[str]) -> bool:
+        """Whether one of these snapshots is there."""
+        return any(await asyncio.gather(*(self._ask(number, learner) for learner in learners)))
+
+    async def _ask(self, number: int, learner: str) -> bool:
         record = await self._exchange.snapshot(number, learner)
         if record is not None:
             self.found_snapshot(number, learner, record)
+        return record is not None
 
     def _lease_cadence(self) -> float:
-        """About once in two rounds, not more often than polls and twice as often as beats."""
-        usual = 2 * (self._round_seconds or self.poll_interval)
-        return min(max(usual, self.poll_interval), self._lease_every / 2)
+        """Once in two rounds while they come as usual; the renewals of the own lease list too.
+
+        When a round is late, who lives matters now: then more often, less so the longer it takes.
+        """
+        usual, waited = self._rhythm.round_seconds or self.poll_interval, self._waited()
+        seconds = max(usual / 2, waited / 16) if waited > 1.5 * usual else 2 * usual
+        return min(max(seconds, self.poll_interval), 1.5 * self._lease_every)
 
     def _snapshots_cadence(self, missing: int) -> float:
         """Listings find learners whose leases were not seen yet, or many at once."""
-        usual = self._round_seconds or 4 * self.poll_interval
-        if missing > ASKED_BY_KEY:
+        usual = self._rhythm.round_seconds or 2 * self.poll_interval
+        if missing > SHARE * ASKED_BY_KEY:
             return max(self.poll_interval, usual / 8)
-        return min(max(usual, 4 * self.poll_interval), self._lease_every / 2)
+        return max(1.5 * usual, 4 * self.poll_interval, min(self._waited() / 16, self._lease_every))
+
+    def _waited(self) -> float:
+        return self._rhythm.waited(self._clock.now())
 
     def _on_record(self, record: RoundRecord) -> None:
-        now = self._clock.now()
-        if self._advanced_at is not None:
-            took, old = now - self._advanced_at, self._round_seconds
-            self._round_seconds = took if old is None else 0.7 * old + 0.3 * took
-        self._advanced_at = now
+        self._rhythm.advance(self._clock.now())
         for number in [n for n in self.snapshots if n <= record.round]:
             del self.snapshots[number]
         self._announce(seen(record))

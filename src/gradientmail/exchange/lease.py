@@ -9,7 +9,7 @@ is newer than its own, or its own next beat taken by another token, has been rep
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from gradientmail.errors import ProtocolError
 from gradientmail.exchange import layout
@@ -23,11 +23,21 @@ LAST_BEAT = layout.MAX_ROUND // 2
 class Lease:
     """This process's lease. Used on the loop's thread."""
 
-    def __init__(self, mailbox: Mailbox, learner: str, token: str) -> None:
-        """``token`` is what tells this process from an earlier or later one of the same id."""
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        learner: str,
+        token: str,
+        observe: Callable[[Sequence[str]], None] | None = None,
+    ) -> None:
+        """``token`` is what tells this process from an earlier or later one of the same id.
+
+        ``observe`` is given the keys of all leases whenever a renewal has listed them.
+        """
         self._mailbox = mailbox
         self._learner = learner
         self._token = token
+        self._observe = observe
         self._turn = asyncio.Lock()
         self._released = False
         self.beat = 0
@@ -56,9 +66,13 @@ class Lease:
         if not await self._put(self.beat + 1):
             return False
         # The listing comes after the put: a newer process that had already gone past this number
-        # and deleted what lay below it is seen by the beat it holds now.
+        # and deleted what lay below it is seen by the beat it holds now. Everybody's leases are
+        # listed, which costs the same and serves the watch.
         self.beat += 1
-        numbers = await self._numbers()
+        keys = await self._mailbox.list(layout.LEASES)
+        if self._observe is not None:
+            self._observe(keys)
+        numbers = self._own(keys)
         for newer in [number for number in numbers if number > self.beat]:
             if not await self._is_garbage(newer):
                 await self._remove((self.beat,))
@@ -77,7 +91,10 @@ class Lease:
             await self._remove(number for number in await self._numbers() if number <= self.beat)
 
     async def _numbers(self) -> list[int]:
-        keys = await self._mailbox.list(layout.beats_prefix(self._learner))
+        return self._own(await self._mailbox.list(layout.beats_prefix(self._learner)))
+
+    def _own(self, keys: Iterable[str]) -> list[int]:
+        """The numbers of this learner's beats among ``keys``."""
         parsed = (layout.parse_beat_key(key) for key in keys)
         return [beat[1] for beat in parsed if beat is not None and beat[0] == self._learner]
 
@@ -156,10 +173,10 @@ class LeaseBook:
         """Time in which nothing could be observed makes nobody stale.
 
         After an outage of the store, or when this process was stopped, every beat looks old: the
-        others could not renew either, or renewed unseen. Only a third of the timeout counts.
+        others could not renew either, or renewed unseen. Only half of the timeout counts.
         """
         if self._observed_at is not None:
-            blind = now - self._observed_at - self._timeout / 3
+            blind = now - self._observed_at - self._timeout / 2
             if blind > 0:
                 self._newest = {
                     learner: (beat, changed + blind)

@@ -1,0 +1,63 @@
+"""When the next commit is to be expected, learned from when those before it came.
+
+Looking costs requests, and looking seldom costs time. Rounds come about evenly, so a node looks
+seldom where the next commit cannot be there yet and at every poll from shortly before it is due.
+The mean of the time between commits and its mean deviation are kept as TCP keeps those of its
+round trips (RFC 6298), and "shortly" is four times the deviation.
+"""
+
+GAIN = 0.3
+"""The weight of the newest round in the means."""
+
+SOONER_POLLS = 2
+"""So many polls before a commit is due it is expected, however even the rounds are."""
+
+LONGEST_PAUSE_SECONDS = 30.0
+"""Between two looks, whatever the rounds take: an unusual commit is not overlooked for longer."""
+
+
+class Rhythm:
+    """Of one node's commits, on its own clock."""
+
+    def __init__(self, poll_interval: float, now: float) -> None:
+        """Nothing is known yet, so the next commit may come at any time."""
+        self._poll_interval = poll_interval
+        self._began = now
+        self._advanced_at: float | None = None
+        self.round_seconds: float | None = None
+        """Mean time from one commit to the next, None while there were not two."""
+        self._deviation = 0.0
+
+    def advance(self, now: float) -> None:
+        """A commit was seen."""
+        if self._advanced_at is not None:
+            took = now - self._advanced_at
+            if self.round_seconds is None:
+                self.round_seconds, self._deviation = took, took / 8
+            else:
+                error = took - self.round_seconds
+                self.round_seconds += GAIN * error
+                self._deviation += GAIN * (abs(error) - self._deviation)
+        self._advanced_at = now
+
+    def waited(self, now: float) -> float:
+        """Seconds since the last commit, or since the beginning."""
+        return now - (self._began if self._advanced_at is None else self._advanced_at)
+
+    def due_in(self, now: float) -> float:
+        """Seconds until a commit is to be expected; 0 when one may come now."""
+        if self.round_seconds is None or self._advanced_at is None:
+            return 0.0
+        sooner = max(SOONER_POLLS * self._poll_interval, 4 * self._deviation)
+        return max(self._advanced_at + self.round_seconds - sooner - now, 0.0)
+
+    def pause(self, now: float) -> float:
+        """How long to wait before looking again: a poll when a commit is due, else longer.
+
+        No longer than until it is due, an eighth of a round, or ``LONGEST_PAUSE_SECONDS``.
+        """
+        due = self.due_in(now)
+        if not due or self.round_seconds is None:
+            return self._poll_interval
+        longest = min(self.round_seconds / 8, LONGEST_PAUSE_SECONDS)
+        return max(min(due, longest), self._poll_interval)
