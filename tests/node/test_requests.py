@@ -10,12 +10,13 @@ import json
 from collections import Counter
 from collections.abc import Buffer
 from random import Random
-from typing import override
+from typing import Any, override
 
 import pytest
 from tests.node.worlds import Archive, World, happened, train_until
 
 from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.commands.bill import Plan, requests_of
 from gradientmail.events import Event, RoundSeen, SnapshotPublished
 from gradientmail.mailbox.wrapped import Operation
 from gradientmail.rhythm import LONGEST_PAUSE_SECONDS, Rhythm
@@ -77,6 +78,13 @@ def test_requests_of_a_round(nodes: int, round_seconds: float, steps: int) -> No
     assert total["list"] / share <= 2
     assert total["put_if_absent"] / share <= 5.2
     assert cost(total) / share <= QUARTER
+    expected = requests_of(
+        Plan(nodes, 53, sync_every=20, fragments=4, step_seconds=round_seconds / 5, poll=POLL)
+    )
+    print(expected)
+    assert total["list"] / rounds == pytest.approx(expected.lists, rel=0.25)
+    assert total["put_if_absent"] / rounds == pytest.approx(expected.puts, rel=0.25)
+    assert total["get"] / rounds == pytest.approx(expected.gets, rel=0.25)
 
 
 def test_a_node_that_waits_asks_little_and_still_lists_who_lives() -> None:
@@ -110,11 +118,18 @@ def test_a_node_that_waits_asks_little_and_still_lists_who_lives() -> None:
 
 def forge_rounds(archive: Archive, count: int) -> None:
     """Go on from the newest record of each fragment, without anybody having trained."""
-    records = [json.loads(archive.ever[key][0]) for key in archive.now("rounds/")]
+    records: list[dict[str, Any]] = [
+        json.loads(archive.ever[key][0]) for key in archive.now("rounds/")
+    ]
     last = len(records) + count - 1
     for number in range(len(records), last + 1):
         old = records[number - 4]
-        record = {**old, "round": number, "version": old["version"] + 1, "step": number * 5}
+        record: dict[str, Any] = {
+            **old,
+            "round": number,
+            "version": old["version"] + 1,
+            "step": number * 5,
+        }
         for name in ("theta", "outer"):
             place = f"blobs/rounds/{number:010d}/"
             first = records[number % 4 + 4][name]

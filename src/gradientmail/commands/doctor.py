@@ -1,19 +1,177 @@
-"""``gradientmail doctor URL``: whether a run can live in a store, how fast it is, what it costs."""
+"""``gradientmail doctor URL``: whether a run can live in a store, how fast it is, what it costs.
+
+It works in a folder of its own beside the run's objects, which it never touches, and removes it.
+"""
 
 import argparse
+import json
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
 
-from gradientmail.commands.base import FINE, Subcommands
-from gradientmail.mailbox.urls import open_mailbox
+from gradientmail.commands import bill
+from gradientmail.commands.base import FAULTY, FINE, Subcommands, table
+from gradientmail.commands.checks import Examination
+from gradientmail.commands.examining import CLEAN_SECONDS, Extent, Report, cleaned, examine
+from gradientmail.loop_thread import LoopThread
+from gradientmail.mailbox.urls import open_mailbox, path_of
 
 
 def add_to(subcommands: Subcommands) -> None:
     """Describe the command."""
-    parser = subcommands.add_parser("doctor", help="check a store before a run is put into it")
+    parser = subcommands.add_parser(
+        "doctor",
+        help="check a store before a run is put into it",
+        description="Check that a run can live in a store, measure it, and estimate its bill. "
+        "Exit status: 0 when it can be used, 1 when not, 2 for a wrong command line.",
+    )
     parser.add_argument("url", help="s3://bucket/prefix, file:///folder, or the path of a folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--large", type=_count, default=64, metavar="MIB", help="payload to try")
+    parser.add_argument("--keys", type=_count, default=1100, help="keys to list (default: 1100)")
+    parser.add_argument("--samples", type=_count, default=20, help="of each latency (default: 20)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit (default: 120)")
+    run_options = parser.add_argument_group("the run whose bill is estimated")
+    usual = bill.Plan()
+    for name, kind in (
+        ("nodes", _count),
+        ("params", _amount),
+        ("sync_every", _count),
+        ("fragments", _count),
+        ("step_seconds", float),
+        ("poll", float),
+    ):
+        default = getattr(usual, "parameters" if name == "params" else name)
+        flag = f"--{name.replace('_', '-')}"
+        run_options.add_argument(flag, type=kind, default=default, help=f"(default: {default:g})")
+    for name, text in (
+        ("--dtype", "of the parameters (default: F32)"),
+        ("--precision", "of deltas, as delta_dtype (default: that of the parameters)"),
+        ("--commit-precision", "of commits, as commit_dtype (default: that of the parameters)"),
+    ):
+        run_options.add_argument(name, choices=bill.BITS, default=None, help=text)
+    prices = parser.add_argument_group("prices in dollars (default: AWS S3 Standard, us-east-1)")
+    for name, what in (
+        ("writes", "a million PUT and LIST"),
+        ("reads", "a million GET"),
+        ("storage", "a GB and month"),
+        ("egress", "a GB that leaves the store"),
+    ):
+        default = getattr(bill.Prices(), name)
+        text = f"{what} (default: {default:g})"
+        prices.add_argument(f"--price-{name}", type=float, default=default, help=text)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the store; the exit status."""
-    open_mailbox(arguments.url)
-    return FINE
+    """Check the store and print the report; the exit status."""
+    plan = bill.Plan(
+        nodes=arguments.nodes,
+        parameters=arguments.params,
+        sync_every=arguments.sync_every,
+        fragments=arguments.fragments,
+        step_seconds=arguments.step_seconds,
+        poll=arguments.poll,
+        dtype=arguments.dtype or "F32",
+        delta_dtype=arguments.precision,
+        commit_dtype=arguments.commit_precision,
+    )
+    prices = bill.Prices(
+        arguments.price_writes,
+        arguments.price_reads,
+        arguments.price_storage,
+        arguments.price_egress,
+    )
+    if not 0 < arguments.seconds < float("inf"):
+        raise ValueError(f"--seconds must be positive, not {arguments.seconds!r}")
+    extent = Extent(arguments.large * 2**20, arguments.keys, arguments.samples, arguments.seconds)
+    report = examined(arguments.url, extent)
+    costs = bill.monthly_dollars(plan, prices)
+    if arguments.json:
+        shown = {
+            "url": arguments.url,
+            "usable": report.usable,
+            "verdict": report.verdict,
+            "findings": [asdict(finding) for finding in report.findings],
+            "latency_ms": {one.operation: asdict(one) for one in report.latency},
+            "plan": asdict(plan),
+            "monthly_dollars": costs,
+        }
+        print(json.dumps(shown))
+    else:
+        _print(report, plan, costs)
+    return FINE if report.usable else FAULTY
+
+
+def examined(url: str, extent: Extent) -> Report:
+    """Examine the store at ``url``; whatever happens, nothing stays there."""
+    new = _new_folders(url)
+    thread = LoopThread("gradientmail-doctor")
+    try:
+        boxes = (open_mailbox(url), open_mailbox(url))
+        store = Examination(boxes)
+        try:
+            report = thread.call(examine(store, extent), extent.seconds + CLEAN_SECONDS)
+        finally:
+            left = thread.call(cleaned(store))
+        return replace(report, findings=(*report.findings, *left))
+    finally:
+        thread.stop(1.0)
+        for folder in new:
+            with suppress(OSError):  # somebody has put something there meanwhile
+                folder.rmdir()
+
+
+def _new_folders(url: str) -> list[Path]:
+    """The folders that opening the mailbox would make, innermost first: they go again."""
+    try:
+        name = path_of(url)
+    except ValueError:
+        return []
+    if name is None:
+        return []
+    path = Path(name).absolute()
+    inside = [path / ".tmp", path, *path.parents]
+    return [folder for folder in inside if not folder.exists()]
+
+
+def _print(report: Report, plan: bill.Plan, costs: dict[str, float]) -> None:
+    print(table([(one.check, one.state, one.detail) for one in report.findings]))
+    for finding in report.findings:
+        if finding.advice:
+            print(f"\n{finding.check}: {finding.advice}.")
+    if report.latency:
+        rows = [(one.operation, f"{one.median:.1f}", f"{one.p95:.1f}") for one in report.latency]
+        print("\n" + table([("operation", "median ms", "p95 ms"), *rows]))
+    one = bill.requests_of(plan)
+    print(f"\n{plan.nodes} nodes, {plan.parameters:,} parameters, a round every ", end="")
+    print(
+        f"{plan.round_seconds:g} s. A round is {one.puts:.0f} PUT, {one.lists:.1f} LIST and ",
+        end="",
+    )
+    print(f"{one.gets:.0f} GET, {one.received_bytes / 1e6:,.0f} MB read; ", end="")
+    print(f"{one.stored_bytes / 1e9:.2f} GB are kept.")
+    parts = ", ".join(f"{name} {dollars:.2f}" for name, dollars in costs.items())
+    print(f"Estimate for a month of training: ${sum(costs.values()):,.2f} ({parts})")
+    print(f"\n{report.verdict}")
+
+
+def _count(text: str) -> int:
+    """A whole number of 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _amount(text: str) -> int:
+    """A number with k, M, B or nothing behind it: 350M."""
+    scale = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}.get(text[-1:].lower(), 1)
+    number = text[:-1] if scale > 1 else text
+    try:
+        value = round(float(number) * scale)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text} is not a number like 350M") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value

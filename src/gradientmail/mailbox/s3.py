@@ -15,6 +15,7 @@ import threading
 from collections.abc import Buffer, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import batched
 from typing import Any
 from urllib.parse import urlsplit
@@ -182,6 +183,14 @@ class S3Mailbox:
                 single.extend(batch)
         work = (here.lanes.run(here.requests.delete_one, name) for name in single)
         await side_by_side(work, self._width)
+
+    async def ask_store(self, doing: str, operation: str, /, **parameters: object) -> Any:
+        """The store's own answer to one of boto3's operations on this bucket, for diagnosis.
+
+        ``doing`` says in an error what was tried. Keys are the bucket's, with the prefix.
+        """
+        here = self._here()
+        return await here.lanes.run(partial(here.requests.call, doing, operation, **parameters))
 
     # Below: this process's threads and connections
 

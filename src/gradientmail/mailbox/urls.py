@@ -14,15 +14,13 @@ import os
 import re
 import threading
 from dataclasses import dataclass
-from typing import Literal, TypedDict, cast
+from typing import TypedDict, cast
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from gradientmail.mailbox.base import Mailbox, check_key
 from gradientmail.mailbox.filesystem import FilesystemMailbox
 from gradientmail.mailbox.memory import MemoryMailbox
-
-type Checksums = Literal["when_supported", "when_required"]
-type Addressing = Literal["auto", "path", "virtual"]
+from gradientmail.mailbox.s3_client import Addressing, Checksums
 
 CHOICES = {
     "checksums": ("when_supported", "when_required"),
@@ -95,7 +93,16 @@ def open_mailbox(url: str | os.PathLike[str], *, create: bool = True) -> Mailbox
 
 
 def _open_s3(location: S3Location) -> Mailbox:
-    raise ValueError(f"s3://{location.bucket}: S3 comes in a later version")
+    from gradientmail.mailbox.s3 import S3Mailbox
+
+    return S3Mailbox(
+        location.bucket,
+        location.prefix,
+        endpoint_url=location.endpoint,
+        region=location.region,
+        request_checksums=location.checksums,
+        addressing=location.addressing,
+    )
 
 
 def _memory(name: str) -> MemoryMailbox:
@@ -127,6 +134,17 @@ def _split_scheme(url: str) -> tuple[str, str]:
             f"after the colon); write {EXAMPLE}"
         )
     return scheme, rest
+
+
+def path_of(url: str) -> str | None:
+    """The path of the folder that a URL or a path names, None for another kind of store.
+
+    ``ValueError`` as ``open_mailbox`` has it.
+    """
+    scheme, _ = _split_scheme(url)
+    if scheme == "file":
+        return parse_file_url(url)
+    return _check_path(url) if not scheme else None
 
 
 def _check_path(path: str) -> str:

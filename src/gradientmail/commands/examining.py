@@ -1,0 +1,163 @@
+"""All checks of a store in their order, within a time limit, and what they found together."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from gradientmail.commands import checks
+from gradientmail.commands.checks import Examination, Fault, Finding
+from gradientmail.commands.measuring import (
+    SKEW_SECONDS,
+    Latency,
+    clock_skew,
+    latencies,
+    own_listing,
+)
+from gradientmail.errors import GradientMailError
+
+REACH_SECONDS = 20.0
+"""A store that has not answered for so long cannot be reached."""
+CLEAN_SECONDS = 30.0
+
+type Check = Callable[[Examination], Awaitable[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much is tried."""
+
+    large_bytes: int = 64 * 2**20
+    keys: int = 1100
+    samples: int = 20
+    seconds: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came out."""
+
+    findings: tuple[Finding, ...]
+    latency: tuple[Latency, ...] = ()
+
+    @property
+    def usable(self) -> bool:
+        """Whether a run can live there."""
+        return not any(finding.state == "fault" for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """In a sentence."""
+        states = [finding.state for finding in self.findings]
+        if not self.usable:
+            return "This store cannot be used."
+        if "skipped" in states:
+            return "No fault found, but not everything was tried. See above."
+        if "warning" in states:
+            return "This store can be used. See the warnings above."
+        return "This store can be used."
+
+
+class Warn(Exception):
+    """The store can be used, and something is to be said."""
+
+    def __init__(self, detail: str, advice: str) -> None:
+        """Say what was seen, and what to do."""
+        super().__init__(detail)
+        self.advice = advice
+
+
+async def examine(store: Examination, extent: Extent) -> Report:
+    """Every check in turn, within the time limit. The first three must pass for the rest."""
+    plan: tuple[tuple[str, Check], ...] = (
+        ("reachable", checks.reachable),
+        ("read and write", checks.read_and_write),
+        ("create once", checks.create_once),
+        ("read after write", checks.read_after_write),
+        ("list after write", checks.list_after_write),
+        ("order", checks.ordered),
+        ("many keys", checks.many_keys(extent.keys)),
+        ("large object", checks.large_object(extent.large_bytes)),
+        ("clock", _clock),
+        ("own listing", _own_listing),
+    )
+    clock = asyncio.get_running_loop().time
+    ends = clock() + extent.seconds
+    findings: list[Finding] = []
+    for name, check in plan:
+        limit = ends - clock()
+        if name == "reachable":
+            limit = min(limit, REACH_SECONDS)
+        finding = await _tried(store, name, check, limit)
+        findings += [finding] if finding.detail else []
+        if finding.state == "fault" and name in ("reachable", "read and write"):
+            return Report(tuple(findings))
+    measured: tuple[Latency, ...] = ()
+    with suppress(TimeoutError, GradientMailError, OSError):
+        async with asyncio.timeout(max(ends - clock(), 0.0)):
+            measured = await latencies(store, extent.samples)
+    return Report((*findings, *_repeated(store)), measured)
+
+
+async def _tried(store: Examination, name: str, check: Check, limit: float) -> Finding:
+    """One check, as a finding whatever it does."""
+    if limit <= 0:
+        return Finding(name, "skipped", "no time was left", "allow more with --seconds")
+    failures = len(store.failures)
+    try:
+        async with asyncio.timeout(limit):
+            return Finding(name, "ok", await check(store))
+    except Fault as fault:
+        return Finding(name, "fault", str(fault), fault.advice)
+    except TimeoutError:
+        if len(store.failures) > failures:
+            return Finding(name, "fault", f"no answer: {store.failures[-1]}")
+        if name == "reachable":
+            return Finding(
+                name, "fault", f"no answer within {limit:.0f} s", "is the address right?"
+            )
+        return Finding(name, "skipped", "not done in time", "allow more with --seconds")
+    except Warn as warning:
+        return Finding(name, "warning", str(warning), warning.advice)
+    except (GradientMailError, OSError, ValueError) as error:
+        return Finding(name, "fault", str(error) or repr(error))
+
+
+async def _clock(store: Examination) -> str:
+    skew = await clock_skew(store)
+    if skew is None:
+        return ""
+    if abs(skew) <= SKEW_SECONDS:
+        return f"agrees to {max(abs(skew), 1.0):.0f} s"
+    raise Warn(
+        f"the store's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this one's",
+        "nodes compare no clocks, but S3 refuses requests that are 15 minutes off: set the time of "
+        "this machine (NTP)",
+    )
+
+
+async def _own_listing(store: Examination) -> str:
+    return await own_listing(store) or ""
+
+
+def _repeated(store: Examination) -> tuple[Finding, ...]:
+    if not store.failures:
+        return ()
+    count = len(store.failures)
+    detail = f"{count} calls failed and were repeated; the last: {store.failures[-1]}"
+    return (Finding("failures", "warning", detail, "a run repeats such calls too, and waits"),)
+
+
+async def cleaned(store: Examination) -> tuple[Finding, ...]:
+    """Remove what was written; a finding if something may be left."""
+    try:
+        async with asyncio.timeout(CLEAN_SECONDS):
+            left = await store.clean()
+    except (GradientMailError, OSError, TimeoutError) as error:
+        left, reason = sorted(store.written), f" ({error})"
+    else:
+        reason = ""
+    if not left:
+        return ()
+    detail = f"{len(left)} objects below {store.folder} could not be removed{reason}"
+    return (Finding("tidy", "warning", detail, "remove that folder by hand"),)
