@@ -83,13 +83,13 @@ class ByteModel(nn.Module):
         return functional.cross_entropy(logits.mT, text[:, 1:]) / math.log(2)
 
 
-def source_text(part: int | None) -> Tensor:
+def source_text(part: int | None, parts: int = PARTS) -> Tensor:
     """The bytes of all files of one part; ``None`` is the part that nobody trains on."""
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
     names = [name for name in names if not {"site-packages", "test"} & set(name.split("/"))]
     held_out = [name for name in names if zlib.crc32(name.encode()) % 20 == 0]
-    chosen = held_out if part is None else sorted({*names} - {*held_out})[part % PARTS :: PARTS]
+    chosen = held_out if part is None else sorted({*names} - {*held_out})[part % parts :: parts]
     text = b"".join((root / name).read_bytes() for name in chosen)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
@@ -105,13 +105,6 @@ def held_out_loss(model: ByteModel) -> float:
     """Bits per byte on text that nobody trained on."""
     text, generator = source_text(None), torch.Generator().manual_seed(0)
     return sum(model(draw(text, 128, generator)).item() for _ in range(8)) / 8
-
-
-def open_mailbox(address: str) -> gm.Mailbox:
-    """The store at ``address``: a path today, a bucket (``s3://…``) in a later version."""
-    if "://" in address:
-        raise SystemExit(f"--mailbox {address}: this version knows only folders; give a path")
-    return gm.FilesystemMailbox(address)
 
 
 def take_part(box: gm.Mailbox, learner: str) -> int:
@@ -149,7 +142,7 @@ def train(
 
 def learn_together(options: Options, pipe: Connection) -> None:
     """What a learner's process does."""
-    model, box, progress = options.new_model(), open_mailbox(options.mailbox), Progress()
+    model, box, progress = options.new_model(), gm.open_mailbox(options.mailbox), Progress()
 
     def notice(event: gm.events.Event) -> None:
         if isinstance(event, gm.events.RoundSeen):
@@ -185,7 +178,7 @@ def learn_alone(options: Options, pipe: Connection) -> None:
 def report(options: Options, learners: list[Row[Options]], alone: list[Row[Options]]) -> None:
     """Say what came out of the run: the committed parameters, not any learner's own."""
     model = options.new_model()
-    last = gm.align(model, mailbox=open_mailbox(options.mailbox))
+    last = gm.align(model, mailbox=gm.open_mailbox(options.mailbox))
     together = held_out_loss(model)
     steps = [row.progress.step - row.progress.first_step for row in learners]
     print(f"\nBits per byte of held-out text, lower is better, after {last + 1} rounds:")
@@ -208,7 +201,7 @@ def parse_options() -> Options:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     new = f"runs/byte-lm-{time.strftime('%Y%m%d-%H%M%S')}"
-    parser.add_argument("--mailbox", default=new, help="folder of the run (default: a new one)")
+    parser.add_argument("--mailbox", default=new, help="folder or URL (default: a new folder)")
     parser.add_argument("--learners", type=int, default=4, help="how many to start (default: 4)")
     parser.add_argument(
         "--steps", type=int, default=720, help="length of the whole run (default: 720)"
@@ -221,7 +214,7 @@ def parse_options() -> Options:
 def main() -> int:
     """Start the processes, show them, and report."""
     options = parse_options()
-    box = open_mailbox(options.mailbox)
+    box = gm.open_mailbox(options.mailbox)
     exists = asyncio.run(box.get("manifest.json")) is not None
     print("Joining the run in" if exists else "A new run in", options.mailbox)
     print("Join it from a second terminal: the same command with", f"--mailbox {options.mailbox}\n")

@@ -116,7 +116,7 @@ class Watch:
     @property
     def round_seconds(self) -> float:
         """From one record to the next, an average; a poll interval while that is not known."""
-        return self._round_seconds or self.poll_interval
+        return self._rhythm.round_seconds or self.poll_interval
 
     def takeover_seconds(self) -> float:
         """How long a follower waits for a record: 30 polls, or three times what a round takes."""

@@ -175,9 +175,10 @@ def test_a_node_a_thousand_rounds_behind_catches_up_with_few_requests(joins: boo
     print(calls)
     # Twice log₂ of 1,000, the newest record and parameters of four fragments, and some polls.
     assert calls["get"] <= 50
-    assert calls["list"] <= 6
+    # The one that was cut off also takes the closer's role over, and sweeps.
+    assert calls["list"] <= 10
     assert calls["put_if_absent"] <= 2
-    assert cost(calls) <= 50
+    assert cost(calls) <= 80
 
 
 class TimedArchive(Archive):

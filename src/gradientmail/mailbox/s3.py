@@ -234,13 +234,14 @@ class S3Mailbox:
 
         Only for a flat prefix, such as that of the rounds. Some stores compare folder by folder,
         so that ``a/b`` comes before ``a-b``; they would leave out keys that begin like ``after`` up
-        to a character below ``/``. Cut off before the first such character it means the same to
-        all of them, and the caller drops the few keys too many.
+        to a character below ``/``, and all that is below a folder called like it. Cut off before
+        the first such character, and one earlier, it means the same to all of them, and the caller
+        drops the few keys too many.
         """
         rest = after.removeprefix(prefix)
         if not prefix.endswith("/") or rest == after or "/" in rest:
             return ""
-        rest = BELOW_SLASH.split(rest, maxsplit=1)[0]
+        rest = BELOW_SLASH.split(rest, maxsplit=1)[0][:-1]
         return self._base + prefix + rest if rest else ""
 
     # Below: what runs in a thread

@@ -1,0 +1,143 @@
+"""One learner of a run: start this script, unchanged, on every machine.
+
+    uv run examples/learner.py MAILBOX --rank 0 --world 2        on one machine
+    uv run examples/learner.py MAILBOX --rank 1 --world 2        on another
+
+MAILBOX is a folder that all machines reach, or a bucket: s3://bucket/runs/bytes (see
+docs/mailboxes.md; ``gradientmail doctor MAILBOX`` tells whether it will do). The learners train a
+small language model on the source of the Python standard library, each on its own share of the
+files. They never talk to each other: how far their parameters moved goes through the mailbox.
+
+Kill one, with kill -9 if you like, and start it again with the same line: it goes on where the run
+is. Give the same MAILBOX and a larger --steps later, and the run goes on. On one machine, two
+terminals do as well. Put your own model, data and optimizer in the place of these.
+"""
+
+import argparse
+import math
+import sys
+import time
+
+import torch
+from torch import nn
+
+import gradientmail as gm
+from byte_lm import ALGORITHM, BATCH, CONTEXT, ByteModel, draw, held_out_loss, source_text
+from gradientmail import events
+from gradientmail.patterns.barrier import Barrier
+
+LEARNING_RATE, WARMUP = 2e-3, 50
+SHOW_SECONDS = 5.0
+
+
+def say(text: str) -> None:
+    """Print a line, with the time of day."""
+    print(time.strftime("%H:%M:%S"), text, flush=True)
+
+
+def tell(event: events.Event) -> None:
+    """What the others do, in plain words. Everything else is in the log of ``gradientmail``."""
+    match event:
+        case events.LearnerAppeared(learner=learner):
+            say(f"{learner} has joined")
+        case events.LearnerLeft(learner=learner):
+            say(f"{learner} has left")
+        case events.LearnerLost(learner=learner):
+            say(f"{learner} is silent; the run goes on without it")
+        case events.TookOver(previous=previous):
+            say(f"this learner now closes the rounds, instead of {previous}")
+        case events.StoreUnavailable(error=error, retry_seconds=seconds):
+            say(f"the mailbox does not answer ({error}); trying again in {seconds:.0f} s")
+        case events.RoundSeen(round=number, learners=learners):
+            say(f"round {number} is made of what {' and '.join(learners)} learned")
+        case _:
+            pass
+
+
+def await_others(session: gm.Session, options: argparse.Namespace) -> None:
+    """Wait until all have started once. Who starts again, or late, is not held up."""
+    if options.world == 1:
+        return
+    barrier = Barrier(mailbox=gm.open_mailbox(options.mailbox), learner_id=session.learner_id)
+    try:
+        barrier.wait("start", parties=options.world, timeout=options.wait)
+    except TimeoutError as missing:
+        say(f"starting without the others: {missing}")
+
+
+def train(session: gm.Session, model: ByteModel, options: argparse.Namespace) -> None:
+    """Your own training loop, with one line more."""
+    # Where the run is. A learner that joins late, or again, begins there.
+    first = (session.rounds_seen + 1) * ALGORITHM.sync_every // ALGORITHM.fragments
+    text = source_text(options.rank, options.world)
+    generator = torch.Generator().manual_seed(1000 * first + options.rank)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
+    shown = time.monotonic()
+    for step in range(first, options.steps):
+        decay = 0.55 + 0.45 * math.cos(math.pi * step / options.steps)
+        optimizer.param_groups[0]["lr"] = (
+            LEARNING_RATE * decay * min(1, (step - first + 1) / WARMUP)
+        )
+        loss = model(draw(text, BATCH, generator))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        session.step(samples=BATCH * CONTEXT)
+        if time.monotonic() - shown > SHOW_SECONDS:
+            shown = time.monotonic()
+            say(f"step {step + 1} of {options.steps}, {loss.item():.2f} bits per byte")
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("mailbox", help="folder, or s3://bucket/prefix?endpoint=…")
+    parser.add_argument("--rank", type=int, default=0, help="which share of the data, from 0")
+    parser.add_argument("--world", type=int, default=1, help="how many shares there are")
+    parser.add_argument("--steps", type=int, default=480, help="length of the run (default: 480)")
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the others")
+    parser.add_argument("--width", type=int, default=128, help="a multiple of 32 (default: 128)")
+    parser.add_argument("--depth", type=int, default=2, help="blocks of the model (default: 2)")
+    options = parser.parse_args()
+    if not 0 <= options.rank < options.world:
+        parser.error(f"--rank is from 0 to {options.world - 1} when --world is {options.world}")
+    return options
+
+
+def main() -> int:
+    """Join the run, train, and say what came out."""
+    options = parse_options()
+    torch.set_num_threads(1)  # enough for so small a model, and others may share this machine
+    torch.manual_seed(0)
+    model = ByteModel(options.width, options.depth)
+    try:
+        with gm.Session(
+            model,
+            algorithm=ALGORITHM,
+            mailbox=gm.open_mailbox(options.mailbox),
+            learner_id=f"rank-{options.rank}",
+            poll_interval=0.5,
+            lease_every=5.0,
+            lease_timeout=20.0,
+            callbacks=(events.log_events, tell),
+        ) as session:
+            begun = session.rounds_seen + 1
+            how = f"has {begun} rounds already" if begun else "begins"
+            say(f"{session.learner_id} of {options.world} learners is in the run, which {how}")
+            await_others(session, options)
+            train(session, model, options)
+    except KeyboardInterrupt:
+        say("stopped; start it again with the same line to go on")
+        return 130
+    say(
+        f"done after {session.rounds_seen + 1} rounds: {held_out_loss(model):.2f} bits per byte of "
+        "text that nobody has trained on, 8 for a model that knows nothing"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
