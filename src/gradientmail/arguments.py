@@ -9,6 +9,7 @@ from gradientmail.exchange.compression import require_zstandard
 from gradientmail.exchange.layout import check_learner_id, default_learner_id
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.node import Settings
+from gradientmail.schema import Schema
 
 MOST_SAMPLES = 2**40
 """In one step: more is a mistake, and sums of it would not fit into the records of a run."""
@@ -65,6 +66,13 @@ def check_arguments(
         require_zstandard()  # at once: a node that joins compresses nothing until it publishes
     if backend is not None and not isinstance(backend, Backend):
         raise TypeError(f"backend must be a Backend or None, not {type(backend).__name__}")
+
+
+def check_formats(backend: Backend, schema: Schema, algorithm: DiLoCo) -> None:
+    """Raise ``MissingExtra`` now, and not in a round, when a format of the run needs a package."""
+    own = {spec.dtype for spec in schema}
+    for dtype in sorted(own | {algorithm.delta_dtype or "F32", algorithm.commit_dtype or "F32"}):
+        backend.array(memoryview(b""), dtype, (0,))
 
 
 def settings_of(

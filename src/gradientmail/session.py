@@ -16,6 +16,7 @@ from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.arguments import (
     MOST_SAMPLES,
     check_arguments,
+    check_formats,
     check_mailbox,
     positive_integer,
     settings_of,
@@ -98,6 +99,8 @@ class Session:
         self._backend = backend_for(model)
         self._merging = self._backend if backend is None else backend
         self._parameters = self._backend.bind(model)
+        for each in {self._backend, self._merging}:
+            check_formats(each, self._parameters.schema, algorithm)
         self._pool = self._backend.pool()
         self._thread = LoopThread(f"gradientmail-{settings.learner}")
         self._handoff = Handoff(wake=self._wake)

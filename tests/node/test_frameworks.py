@@ -3,7 +3,9 @@
 import asyncio
 import json
 from collections.abc import Callable
+from typing import Any
 
+import ml_dtypes
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from gradientmail.testing.virtual_time import run_virtual
 from gradientmail.testing.world import SimulatedNode
 
 DTYPES = {torch.float32: mx.float32, torch.float16: mx.float16, torch.bfloat16: mx.bfloat16}
+NUMPY = {torch.float32: "f4", torch.float16: "f2", torch.bfloat16: ml_dtypes.bfloat16}
 
 
 def tiny_mlx(seed: int, dtype: torch.dtype) -> nn.Module:
@@ -32,14 +35,32 @@ def tiny_mlx(seed: int, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def tiny_numpy(seed: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The same as a dict of arrays."""
+    draw = np.random.default_rng(seed)
+    return {
+        name: draw.standard_normal(shape).astype(NUMPY[dtype]) for name, shape in SHAPES.items()
+    }
+
+
+MODELS: dict[str, Callable[[int, torch.dtype], object]] = {
+    "mlx": tiny_mlx,
+    "numpy": tiny_numpy,
+    "torch": Tiny,
+}
+
+
 def drift(pull: int) -> Callable[[object, int], None]:
-    """A change a step, the same numbers in both frameworks."""
+    """A change a step, the same numbers in every framework."""
 
     def change(model: object, local_step: int) -> None:
         draw = np.random.default_rng([pull, local_step])
         for name, shape in SHAPES.items():
             part, _, own = name.partition(".")
             noise = 0.05 * draw.standard_normal(shape).astype(np.float32)
+            if isinstance(model, dict) and not isinstance(model, nn.Module):
+                model[name] += noise.astype(model[name].dtype)
+                continue
             module = getattr(model, part)
             old = getattr(module, own)
             if isinstance(model, nn.Module):
@@ -56,6 +77,9 @@ def contents(model: object) -> dict[str, bytes]:
     found = {}
     for name in SHAPES:
         part, _, own = name.partition(".")
+        if isinstance(model, dict) and not isinstance(model, nn.Module):
+            found[name] = model[name].tobytes()
+            continue
         value = getattr(getattr(model, part), own)
         if isinstance(value, mx.array):
             mx.eval(value)
@@ -75,7 +99,10 @@ def participants(archive: Archive, number: int) -> list[str]:
     return [part["learner"] for part in record["participants"]]
 
 
-@pytest.mark.parametrize("mlx_first", [False, True])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("torch", "mlx"), ("mlx", "torch"), ("torch", "numpy"), ("numpy", "torch")],
+)
 @pytest.mark.parametrize(
     ("dtype", "delta_dtype", "commit_dtype"),
     [
@@ -89,7 +116,7 @@ def participants(archive: Archive, number: int) -> list[str]:
     ],
 )
 def test_both_take_part_both_close_rounds_and_all_end_equal(
-    mlx_first: bool, dtype: torch.dtype, delta_dtype: str | None, commit_dtype: str | None
+    one: str, other: str, dtype: torch.dtype, delta_dtype: str | None, commit_dtype: str | None
 ) -> None:
     """The first closes the rounds of both. It leaves, and the other closes its own alone.
 
@@ -105,12 +132,12 @@ def test_both_take_part_both_close_rounds_and_all_end_equal(
     world = World(algorithm)
     plain = dtype == torch.float32 and delta_dtype is None
 
-    def node(name: str, *, mlx: bool, seed: int) -> SimulatedNode:
-        model = tiny_mlx(seed, dtype) if mlx else Tiny(seed, dtype)
-        return world.node(name, change=drift(seed), model=model, compressed=mlx and not plain)
+    def node(name: str, framework: str, seed: int) -> SimulatedNode:
+        compressed = framework != "torch" and not plain
+        model = MODELS[framework](seed, dtype)
+        return world.node(name, change=drift(seed), model=model, compressed=compressed)
 
-    first, second = node("first", mlx=mlx_first, seed=1), node("second", mlx=not mlx_first, seed=2)
-    again = node("again", mlx=mlx_first, seed=3)
+    first, second, again = node("first", one, 1), node("second", other, 2), node("again", one, 3)
 
     async def main() -> None:
         await first.join()
@@ -133,6 +160,6 @@ def test_both_take_part_both_close_rounds_and_all_end_equal(
     assert together == [["first", "second"]] * 8 + [["again", "second"]] * 4
     expected = contents(second.training.model)
     assert contents(again.training.model) == expected
-    for fresh in (tiny_mlx(7, dtype), Tiny(7, dtype)):
+    for fresh in (make(7, dtype) for make in MODELS.values()):
         assert gm.align(fresh, mailbox=world.archive) == world.archive.rounds() - 1
         assert contents(fresh) == expected
