@@ -119,6 +119,12 @@ def test_equal_values_stay_equal_whatever_the_mixing(mixing: float) -> None:
     assert all(same(model[name], x) for name, x in before.items())
 
 
+def test_opposite_ends_of_the_range_mix_without_an_infinity() -> None:
+    model = {"w": np.array([3e38, -3e38, 3e38], np.float32)}
+    BACKEND.bind(model).apply({"w": np.array([-3e38, 3e38, 3e38], np.float32)}, mixing=0.5)
+    assert model["w"].tolist() == [0.0, 0.0, float(np.float32(3e38))]
+
+
 def test_large_arrays_of_odd_layout_in_pieces() -> None:
     """More than fits into one buffer of the iterator, forwards and back."""
     model = {"w": draw(300, 400).T[::-1], "h": draw(70_000).astype(np.float16)[::-1]}

@@ -214,11 +214,16 @@ def _pieces(access: Sequence[Literal["readonly", "readwrite"]], *arrays: Values)
 
 
 def _mix(array: Values, source: Values, mixing: float) -> None:
-    """``array = mixing·array + (1−mixing)·source``, from the nearer end: equals stay equal."""
-    near = np.float32(min(mixing, 1.0 - mixing))
+    """``array = mixing·array + (1−mixing)·source``, from the nearer end: equals stay equal.
+
+    Half the difference, so that it is in range whatever the two are.
+    """
+    half, share = np.float32(0.5), np.float32(2.0 * min(mixing, 1.0 - mixing))
     for x, y in _pieces(["readwrite", "readonly"], array, source):
-        difference = np.subtract(x, y) if mixing < 0.5 else np.subtract(y, x)
-        np.multiply(difference, near, out=difference)
+        near, far = (y, x) if mixing < 0.5 else (x, y)
+        difference = np.multiply(far, half)
+        np.subtract(difference, np.multiply(near, half), out=difference)
+        np.multiply(difference, share, out=difference)
         np.add(y if mixing < 0.5 else x, difference, out=x)
 
 
