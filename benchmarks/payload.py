@@ -1,21 +1,28 @@
 """Payloads: sealing, opening, codecs and the folder, each beside its bare floor.
 
-``uv run benchmarks/payload.py [--json] [--mb 64]``
+``uv run benchmarks/payload.py [--json] [--mb 64] [--backend torch]``
 """
 
 import argparse
 import asyncio
 import tempfile
 
+import numpy as np
 import torch
 from measure import Floor, median_seconds, show
 
 import gradientmail as gm
-from gradientmail.backend.torch import TorchBackend
+from gradientmail.backend import Backend, MlxBackend, NumpyBackend, TorchBackend
 from gradientmail.buffers import HOST
 from gradientmail.exchange import compression
 from gradientmail.exchange.payload import PayloadLayout, sha256_hex
 from gradientmail.schema import TensorSpec
+
+BACKENDS: dict[str, type[Backend]] = {
+    "torch": TorchBackend,
+    "numpy": NumpyBackend,
+    "mlx": MlxBackend,
+}
 
 
 def main() -> None:
@@ -23,14 +30,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--mb", type=int, default=64)
+    parser.add_argument("--backend", choices=BACKENDS, default="torch", help="of the codecs")
     args = parser.parse_args()
     torch.set_num_threads(1)
     nbytes = args.mb * 10**6
-    floor, pool, backend = Floor(nbytes), HOST, TorchBackend()
+    floor, pool, backend = Floor(nbytes), HOST, BACKENDS[args.backend]()
     layout = PayloadLayout([TensorSpec("w", "F32", (nbytes // 4,))])
     buffer = layout.blank(pool.take)
     slot = layout.slots["w"]
-    array = backend.array(buffer[slot.start : slot.stop], "F32", (nbytes // 4,)).normal_()
+    memory = buffer[slot.start : slot.stop]
+    np.frombuffer(memory, np.float32)[:] = np.random.default_rng(0).standard_normal(nbytes // 4)
+    array = backend.array(memory, "F32", (nbytes // 4,))
     rows: list[dict[str, object]] = []
 
     def row(case: str, seconds: float, bare: float, limit: str) -> None:
