@@ -236,6 +236,18 @@ def test_apply_mixes_and_rounds_once(mixing: float) -> None:
             assert np.allclose(after[name], expected, rtol=2e-7, atol=2e-7)
 
 
+@pytest.mark.parametrize("mixing", [0.1, 0.3, 0.7])
+def test_mixing_leaves_what_is_equal_alone_and_the_largest_values_finite(mixing: float) -> None:
+    model = nn.Linear(50, 50)
+    model.bias = mx.array([3.4e38, -3.4e38] * 25)
+    parameters = BACKEND.bind(model)
+    before = captured(parameters)
+    parameters.apply(parameters.stage(before), mixing=mixing)
+    assert same(values(model), before)
+    parameters.apply(parameters.stage({"bias": -before["bias"]}), mixing=mixing)
+    assert parameters.not_finite() == []
+
+
 @pytest.mark.parametrize("mixing", [0.0, 0.5])
 def test_read_only_arrays_can_be_applied(mixing: float) -> None:
     for dtype, width in (("F32", 4), ("F16", 2), ("BF16", 2)):
