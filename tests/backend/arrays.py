@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from gradientmail.backend.base import Backend
+from gradientmail.backend.mlx import MlxBackend
 from gradientmail.backend.numpy import NumpyBackend
 from gradientmail.backend.torch import TorchBackend
 from gradientmail.schema import BITS, TensorSpec
 
-BACKENDS: list[Backend] = [TorchBackend(), NumpyBackend()]
+BACKENDS: list[Backend] = [TorchBackend(), NumpyBackend(), MlxBackend()]
 """The backends that the tests of the algorithm run over."""
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
