@@ -91,7 +91,9 @@ def test_training_and_exchange_on_their_threads_under_load(seconds: float) -> No
             mailbox=box,
             learner_id=f"n{number}",
             callbacks=[seen],
-            **{**QUICK, "poll_interval": 0.002, "lease_timeout": 30.0},
+            poll_interval=0.002,
+            lease_every=0.5,
+            lease_timeout=30.0,
         ) as session:
             while time.monotonic() < ends or session.rounds_seen < 4:
                 step()
@@ -229,8 +231,10 @@ def test_no_thread_is_left_behind_by_one_session_after_another() -> None:
     before = count()
     for _ in range(4):
         session()
-    settle()
-    assert count() <= before
+    ends = time.monotonic() + 20.0
+    while count() > before:  # what has ended for Python, the system may still show for a moment
+        assert time.monotonic() < ends, f"{count()} threads, {before} before"
+        time.sleep(0.02)
 
 
 def settle() -> None:
