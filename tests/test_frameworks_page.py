@@ -17,10 +17,14 @@ def test_the_code_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     # A reader's session may look once a second; a test need not wait so long.
     quick = {**(gm.Session.__init__.__kwdefaults__ or {}), "poll_interval": 0.02}
     monkeypatch.setattr(gm.Session.__init__, "__kwdefaults__", quick)
-    train, merge = re.findall(
+    mlx, train, merge = re.findall(
         r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL
     )
     names: dict[str, Any] = {}
+    exec(mlx, names)
+    assert names["session"].rounds_seen >= 10
+    assert float(np.abs(np.array(names["model"].weight) - 1.0).max()) < 0.5
+    names.clear()
     exec(train, names)
     model = names["model"]
     assert names["session"].rounds_seen >= 10
