@@ -224,7 +224,7 @@ def _mix(array: Values, source: Values, mixing: float) -> None:
         difference = np.multiply(far, half)
         np.subtract(difference, np.multiply(near, half), out=difference)
         np.multiply(difference, share, out=difference)
-        np.add(y if mixing < 0.5 else x, difference, out=x)
+        np.add(near, difference, out=x)
 
 
 def _is_finite(array: Values) -> bool:
