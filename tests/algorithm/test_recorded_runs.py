@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save
 from tests.algorithm.tensors import RecordedRun, arrays, blank, take
-from tests.backend.arrays import Placed, assert_near
+from tests.backend.arrays import BACKENDS, Placed, assert_near
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.merge import Fold, contribution_weight
@@ -23,6 +23,7 @@ from gradientmail.algorithm.precision import (
     update_specs,
 )
 from gradientmail.algorithm.schedule import Schedule
+from gradientmail.backend import MlxBackend
 from gradientmail.backend.base import Backend
 from gradientmail.schema import TensorSpec
 
@@ -31,6 +32,12 @@ every_run = pytest.mark.parametrize("name", RUNS)
 every_round = pytest.mark.parametrize(
     ("name", "round_"), [(name, r) for name, run in RUNS.items() for r in range(len(run.rounds))]
 )
+
+
+@pytest.fixture(scope="module", params=[*BACKENDS, MlxBackend()], ids=lambda each: each.name)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Also MLX's, whose arithmetic is NumPy's."""
+    return request.param
 
 
 def algorithm_of(name: str) -> DiLoCo:
