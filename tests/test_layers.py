@@ -22,7 +22,7 @@ LAYERS = {
     **dict.fromkeys(("joining", "election", "collecting", "holding", "sweeping"), 5),
     "committing": 6,
     **dict.fromkeys(("learner", "courier", "syncer"), 7),
-    "node": 8,
+    **dict.fromkeys(("node", "checkpoint"), 8),
     **dict.fromkeys(("arguments", "verification"), 9),
     **dict.fromkeys(("patterns", "session"), 10),
     **dict.fromkeys(("testing", "__init__"), 11),

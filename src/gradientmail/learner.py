@@ -34,6 +34,20 @@ class Standing:
     """By fragment, ``local_step`` when it was last overwritten."""
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """A learner's counters, as a checkpoint keeps them; a number for each fragment in tuples."""
+
+    local_step: int
+    since_published: int
+    """Local steps since the last publish."""
+    step_seconds: float
+    steps: tuple[int, ...]
+    tokens: tuple[int, ...]
+    trained: tuple[int, ...]
+    """Local steps since the fragment was overwritten; ``steps`` may count some that mixing kept."""
+
+
 def next_round(standing: Standing) -> int:
     """The next round this learner can publish."""
     return max(standing.last_published, standing.rounds_seen) + 1
@@ -84,7 +98,8 @@ class Learner:
         """
         fragments = len(versions)
         self._parameters = parameters
-        self._versions = versions
+        self.versions = versions
+        """The commits last aligned with, one a fragment."""
         self._learner = learner
         self._algorithm = algorithm
         self._schedule = schedule
@@ -196,7 +211,7 @@ class Learner:
                 rounds_seen=self.rounds_seen,
                 step_seconds=self._step_seconds,
                 final=final,
-                anchor=self._versions[fragment],
+                anchor=self.versions[fragment],
                 blank=blank,
                 ready=ready,
                 started=started,
@@ -226,7 +241,7 @@ class Learner:
         record, mixing = arrival.record, self._algorithm.mixing
         fragment = record.fragment
         self._parameters.apply(arrival.staged, mixing=mixing)
-        self._versions[fragment] = arrival.version
+        self.versions[fragment] = arrival.version
         steps = self.local_step - self._base_steps[fragment]
         tokens = self._tokens - self._base_tokens[fragment]
         mine = next((part for part in record.participants if part.learner == self._learner), None)
@@ -256,7 +271,7 @@ class Learner:
         """
         fresh = any(number == published for published, _ in self._published)
         bad = set(self._parameters.not_finite()) | (set(found) if fresh else set())
-        for fragment, version in enumerate(self._versions):
+        for fragment, version in enumerate(self.versions):
             if bad & version.arrays.keys():
                 self._parameters.apply(self._parameters.stage(version.arrays))
                 self._base_steps[fragment] = self.local_step
@@ -268,6 +283,34 @@ class Learner:
         if bad:
             tensors = tuple(sorted(bad))
             self._handoff.announce(ParametersNotFinite(tensors=tensors, round=number))
+
+    # Stopping and going on later
+
+    def counts(self) -> Counts:
+        """The counters now."""
+        return Counts(
+            local_step=self.local_step,
+            since_published=self.local_step - self._published_at,
+            step_seconds=self._step_seconds,
+            steps=tuple(self.local_step - base for base in self._base_steps),
+            tokens=tuple(self._tokens - base for base in self._base_tokens),
+            trained=tuple(self.local_step - at for at in self._overwritten_at),
+        )
+
+    def resume(self, counts: Counts) -> None:
+        """Go on with ``counts``, before the first step.
+
+        What was in flight is not: it may never have left. The next round is the one after the
+        commits; its snapshot, if it did leave, is found then and counts.
+        """
+        self.local_step = counts.local_step
+        self._published_at = counts.local_step - counts.since_published
+        self._tokens = max(counts.tokens, default=0)
+        self._base_steps = [counts.local_step - steps for steps in counts.steps]
+        self._base_tokens = [self._tokens - tokens for tokens in counts.tokens]
+        self._overwritten_at = [counts.local_step - trained for trained in counts.trained]
+        self._step_seconds, self._entered = counts.step_seconds, self._now()
+        self._act_at = 0
 
     # Waiting
 
@@ -298,7 +341,7 @@ class Learner:
         Stops when nothing has landed for ``patience()`` seconds; returns the rounds given up.
         """
         landed, seen = monotonic(), self.rounds_seen
-        remaining = len(self._versions) if self._algorithm.flush_on_close else 0
+        remaining = len(self.versions) if self._algorithm.flush_on_close else 0
         while True:
             while remaining and self.local_step >= self._final_due():
                 self._publish(final=True)
@@ -318,5 +361,5 @@ class Learner:
 
     def settle(self) -> None:
         """Set the model to the newest committed version that this node holds of each fragment."""
-        for version in self._versions:
+        for version in self.versions:
             self._parameters.apply(self._parameters.stage(version.arrays))

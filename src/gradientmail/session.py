@@ -7,10 +7,10 @@ loop half of the node runs on. The training thread is whichever calls ``step``.
 import atexit
 import contextlib
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.arguments import (
@@ -23,11 +23,12 @@ from gradientmail.arguments import (
 )
 from gradientmail.backend import backend_for
 from gradientmail.backend.base import Backend
+from gradientmail.checkpoint import Checkpoint
 from gradientmail.clock import MonotonicClock
 from gradientmail.errors import SessionClosed
 from gradientmail.events import Announcer, Callback, Closed, GaveUp, checked, log_events
 from gradientmail.exchange.exchange import Exchange
-from gradientmail.exchange.records import Manifest
+from gradientmail.exchange.records import Manifest, RoundRecord
 from gradientmail.handoff import Blank, Handoff, Version
 from gradientmail.joining import read_newest
 from gradientmail.learner import Learner
@@ -162,7 +163,7 @@ class Session:
 
         seen = self._node.rounds_seen
         make_blank = self._thread.call(start())
-        return Learner(
+        learner = Learner(
             self._parameters,
             versions,
             learner=self._settings.learner,
@@ -173,6 +174,10 @@ class Session:
             make_blank=make_blank,
             poll_interval=self._settings.poll_interval,
         )
+        self._checkpoint = Checkpoint(
+            run, self._settings.learner, learner, self._parameters, self._backend
+        )
+        return learner
 
     def _wake(self) -> None:
         """Tell the loop to look at the handoff."""
@@ -214,6 +219,49 @@ class Session:
         """``⌈global_batch_size / live learners⌉``; None without a ``global_batch_size``."""
         whole = self._algorithm.global_batch_size
         return None if whole is None else -(-whole // max(self._handoff.live, 1))
+
+    # Stopping and starting again
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this node has that no commit holds, to be saved beside model and optimizer.
+
+        Text, numbers, lists, dicts and arrays of the model's framework in host memory, copied:
+        ``torch.save`` writes it and ``torch.load`` reads it with ``weights_only=True``. It is as
+        large as the model at most. Call it between steps, on the thread that trains.
+
+        Raises:
+            SessionClosed: the session has been closed, and the model holds the newest commit.
+
+        """
+        self._check_open("take the state_dict before its end")
+        return self._checkpoint.save()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was called, as if this node had been paused since.
+
+        Call it before the first step. It writes all exchanged parameters: those that ``state``
+        holds, or where the run has committed newer ones, these (of which ``mixing`` keeps a share
+        of the local ones). The event ``StateRestored`` tells which. With another ``learner_id``
+        than the state's, what was in flight is left to the old name.
+
+        Raises:
+            ValueError, TypeError: ``state`` is not usable, or another run's; nothing has changed.
+            RuntimeError: this session has made a step.
+            SessionClosed: the session has been closed.
+
+        """
+        self._check_open("load its state into an open one")
+
+        async def history() -> dict[int, RoundRecord]:
+            watch = self._node.watch
+            return dict(watch.progress.history) if watch is not None else {}
+
+        records = self._thread.call(history())
+        self._handoff.announce(self._checkpoint.restore(state, records))
+
+    def _check_open(self, advice: str) -> None:
+        if self._closed:
+            raise SessionClosed(f"this session is closed; {advice}")
 
     # Leaving
 

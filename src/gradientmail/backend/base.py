@@ -80,6 +80,10 @@ class Backend(ABC):
         is one of bytes. The buffer may be read-only; then the array is only read.
         """
 
+    def on_host(self, array: Array) -> Array:
+        """An array that a user kept, as a contiguous one in host memory."""
+        return array
+
     @abstractmethod
     def subtract(self, left: Array, right: Array, out: Array) -> None:
         """``out = left − right``, computed in fp32 and rounded to ``out``'s dtype (nearest even).

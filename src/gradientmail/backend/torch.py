@@ -70,6 +70,10 @@ class TorchBackend(Backend):
             return torch.empty(shape, dtype=_DTYPES[dtype], device="cpu")
         return torch.frombuffer(buffer, dtype=_DTYPES[dtype]).view(shape)
 
+    def on_host(self, array: Tensor) -> Tensor:
+        """A tensor on whatever device, on the CPU."""
+        return array.detach().to("cpu").contiguous()
+
     def subtract(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         """``out = left − right`` in fp32, rounded to ``out``'s dtype."""
         _elementwise(torch.sub, left, right, out)
