@@ -58,7 +58,31 @@ def waited(names: dict[str, Any]) -> None:
     assert len(kept(names, "barriers/start/")) == 1
 
 
+def resumed(names: dict[str, Any]) -> None:
+    """All batches were trained on, and the last checkpoint can be gone on from."""
+    trained(names)
+    assert names["position"] == len(names["loader"])
+    state = torch.load("checkpoint.pt", weights_only=True)
+    assert state["position"] == names["position"]
+    assert state["session"]["local_step"] == names["position"]
+    assert names["saved"] is None
+    exec(snippets()["Stopping and starting again"][0], names)
+    again: dict[str, Any] = names["saved"]
+    assert again["position"] == names["position"]
+
+
+def streamed(names: dict[str, Any]) -> None:
+    """With deltas of four bits."""
+    trained(names)
+    assert names["session"].rounds_seen >= 4
+
+
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "Data: each node its own": trained,
+    "Local SGD": trained,
+    "Standard DiLoCo": trained,
+    "Stopping and starting again": resumed,
+    "Streaming DiLoCo": streamed,
     "The loop": trained,
     "Waiting for other nodes": waited,
     "Work shared by all nodes": shared,
