@@ -67,8 +67,7 @@ def resumed(names: dict[str, Any]) -> None:
     assert state["session"]["local_step"] == names["position"]
     assert names["saved"] is None
     exec(snippets()["Stopping and starting again"][0], names)
-    again: dict[str, Any] = names["saved"]
-    assert again["position"] == names["position"]
+    assert dict(names)["saved"]["position"] == names["position"]
 
 
 def streamed(names: dict[str, Any]) -> None:
