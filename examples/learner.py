@@ -17,6 +17,7 @@ import argparse
 import math
 import sys
 import time
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -116,7 +117,8 @@ def main() -> int:
     try:
         with gm.Session(
             model,
-            algorithm=ALGORITHM,
+            # A round waits for every learner that lives, so that none has trained in vain.
+            algorithm=replace(ALGORITHM, quorum_size=options.world),
             mailbox=gm.open_mailbox(options.mailbox),
             learner_id=f"rank-{options.rank}",
             poll_interval=0.5,
