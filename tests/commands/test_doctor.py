@@ -251,6 +251,38 @@ def test_calls_that_fail_now_and_then_are_repeated_and_told(
     assert (warning.check, warning.state) in [("failures", "warning"), ("tidy", "warning")]
 
 
+class Slow(WrappedMailbox):
+    """Takes its time, and does what was asked even when nobody waits for it any more."""
+
+    @override
+    async def around[T](self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
+        await asyncio.sleep(0.2)
+        return await act()
+
+
+def test_what_was_out_of_time_is_not_called_fit_and_leaves_nothing() -> None:
+    store = MemoryMailbox()
+
+    async def main() -> tuple[Report, Sequence[str]]:
+        box = Slow(store)
+        examination = Examination((box, box))
+        report = await examine(examination, Extent(keys=10, large_bytes=10, seconds=0.3))
+        assert await cleaned(examination) == ()
+        await asyncio.sleep(0.5)  # whatever would still land
+        return report, await store.list("")
+
+    report, left = asyncio.run(main())
+    assert left == ()
+    assert not report.usable
+    assert report.verdict == "It could not be told in time whether this store can be used."
+    states = [(finding.check, finding.state) for finding in report.findings]
+    assert states[:3] == [
+        ("reachable", "ok"),
+        ("read and write", "skipped"),
+        ("create once", "skipped"),
+    ]
+
+
 def test_what_cannot_be_removed_is_named() -> None:
     report = examined(LosesDeletes())
     tidy = report.findings[-1]
@@ -313,6 +345,7 @@ def test_options_that_no_run_can_have(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["doctor", "memory://x", "--fragments", "8", "--sync-every", "4"]) == 2
     assert main(["doctor", "memory://x", "--step-seconds", "nan"]) == 2
     assert main(["doctor", "memory://x", "--seconds", "-1"]) == 2
+    assert main(["doctor", "memory://x", "--price-egress", "nan"]) == 2
     assert "fragments is at most sync_every" in capsys.readouterr().err
 
 

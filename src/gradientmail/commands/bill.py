@@ -68,6 +68,12 @@ class Prices:
     storage: float = 0.023
     egress: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Refuse what is no price."""
+        for name in ("writes", "reads", "storage", "egress"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"a price must be 0 or more, not {getattr(self, name)!r} ({name})")
+
 
 @dataclass(frozen=True, slots=True)
 class Requests:

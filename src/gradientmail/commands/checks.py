@@ -11,7 +11,7 @@ import random
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from gradientmail.errors import MailboxUnavailable
 from gradientmail.mailbox.base import Mailbox, flat
@@ -22,6 +22,8 @@ RACES = 6
 PAUSE_SECONDS = 0.5
 """Between two tries of a store that does not answer."""
 AT_ONCE = 16
+LAST_CALLS_SECONDS = 10.0
+"""How long calls that are under way are waited for before what they wrote is removed."""
 
 type State = Literal["ok", "warning", "fault", "skipped"]
 
@@ -60,6 +62,8 @@ class Examination:
     written: set[str] = field(default_factory=set)
     failures: list[str] = field(default_factory=list)
     """What ``MailboxUnavailable`` said, once each time a call was repeated for it."""
+    running: set[asyncio.Future[Any]] = field(default_factory=set)
+    """Calls that the store has not answered, of checks that are over too."""
 
     async def put(self, name: str, data: bytes, *, box: int = 0) -> bool:
         """Create ``name`` in the folder."""
@@ -81,7 +85,12 @@ class Examination:
         await self.persist(lambda: self.boxes[box].delete(keys))
 
     async def clean(self) -> list[str]:
-        """Remove all that was written; the keys that are still there."""
+        """Remove all that was written; the keys that are still there.
+
+        What a check that was out of time had begun is waited for: it would land afterwards.
+        """
+        if self.running:
+            await asyncio.wait(self.running, timeout=LAST_CALLS_SECONDS)
         box = self.boxes[0]
         await box.delete(sorted(self.written))
         left = list(await box.list(self.folder))
@@ -90,11 +99,19 @@ class Examination:
             left = list(await box.list(self.folder))
         return left
 
+    def _ended(self, call: asyncio.Future[Any]) -> None:
+        self.running.discard(call)
+        if not call.cancelled():
+            call.exception()  # known to whoever waited; if nobody did any more it matters no more
+
     async def persist[T](self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeat a call until the store answers; whoever waits for it sets the limit."""
         while True:
+            running = asyncio.ensure_future(call())
+            self.running.add(running)
+            running.add_done_callback(self._ended)
             try:
-                return await call()
+                return await asyncio.shield(running)
             except MailboxUnavailable as error:
                 self.failures.append(str(error))
                 await asyncio.sleep(PAUSE_SECONDS)

@@ -137,9 +137,9 @@ def _new_folders(url: str) -> list[Path]:
 
 def _print(report: Report, plan: bill.Plan, costs: dict[str, float]) -> None:
     print(table([(one.check, one.state, one.detail) for one in report.findings]))
-    for finding in report.findings:
-        if finding.advice:
-            print(f"\n{finding.check}: {finding.advice}.")
+    for advice in dict.fromkeys(one.advice for one in report.findings if one.advice):
+        concerned = ", ".join(one.check for one in report.findings if one.advice == advice)
+        print(f"\n{concerned}: {advice}.")
     if report.latency:
         rows = [(one.operation, f"{one.median:.1f}", f"{one.p95:.1f}") for one in report.latency]
         print("\n" + table([("operation", "median ms", "p95 ms"), *rows]))

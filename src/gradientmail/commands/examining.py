@@ -20,6 +20,16 @@ REACH_SECONDS = 20.0
 """A store that has not answered for so long cannot be reached."""
 CLEAN_SECONDS = 30.0
 
+ESSENTIAL = (
+    "reachable",
+    "read and write",
+    "create once",
+    "read after write",
+    "list after write",
+    "order",
+)
+"""What must have been tried and found well."""
+
 type Check = Callable[[Examination], Awaitable[str]]
 
 
@@ -42,15 +52,18 @@ class Report:
 
     @property
     def usable(self) -> bool:
-        """Whether a run can live there."""
-        return not any(finding.state == "fault" for finding in self.findings)
+        """Whether a run can live there, as far as that could be told."""
+        states = {finding.check: finding.state for finding in self.findings}
+        return "fault" not in states.values() and all(states.get(x) == "ok" for x in ESSENTIAL)
 
     @property
     def verdict(self) -> str:
         """In a sentence."""
         states = [finding.state for finding in self.findings]
-        if not self.usable:
+        if "fault" in states:
             return "This store cannot be used."
+        if not self.usable:
+            return "It could not be told in time whether this store can be used."
         if "skipped" in states:
             return "No fault found, but not everything was tried. See above."
         if "warning" in states:
@@ -114,7 +127,7 @@ async def _tried(store: Examination, name: str, check: Check, limit: float) -> F
             return Finding(name, "fault", f"no answer: {store.failures[-1]}")
         if name == "reachable":
             return Finding(
-                name, "fault", f"no answer within {limit:.0f} s", "is the address right?"
+                name, "fault", f"no answer within {limit:.0f} s", "see whether the address is right"
             )
         return Finding(name, "skipped", "not done in time", "allow more with --seconds")
     except Warn as warning:
