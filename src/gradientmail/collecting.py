@@ -14,6 +14,9 @@ from gradientmail.exchange.exchange import Exchange, Payload
 from gradientmail.exchange.records import Participant, SnapshotRecord, expect_key
 from gradientmail.run import Fragment, Run, payload_arrays
 
+LONGEST_STEP = 86_400.0
+"""Seconds. One record that says more would have every later round wait as long for stragglers."""
+
 
 def judge(record: SnapshotRecord, *, digest: str, base_version: int) -> tuple[str, str] | None:
     """Why a snapshot cannot be merged, as its record alone shows: reason and detail, or None."""
@@ -88,8 +91,9 @@ class Collector:
         )
 
     def step_seconds(self) -> float | None:
-        """Mean time of a step over the contributions that know it."""
-        known = [r.step_seconds for r in self.accepted.values() if r.step_seconds is not None]
+        """Mean time of a step over the contributions that know it, and that can be true."""
+        told = (record.step_seconds for record in self.accepted.values())
+        known = [seconds for seconds in told if seconds is not None and seconds <= LONGEST_STEP]
         return sum(seconds / len(known) for seconds in known) if known else None
 
     def new(self, found: Mapping[str, bytes]) -> list[str]:

@@ -6,7 +6,14 @@ from random import Random
 import pytest
 from tests.node.garbage import Garbage, committed, remove_strays
 from tests.node.history import check_history, check_settled
-from tests.node.worlds import World, happened, live_and_die, mortal
+from tests.node.worlds import (
+    World,
+    delta_payload,
+    happened,
+    live_and_die,
+    mortal,
+    plant_snapshot,
+)
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.events import LearnerLost, LeaseLost, TaskFailed
@@ -207,3 +214,25 @@ def test_what_comes_and_goes_under_init_is_no_creator_at_work() -> None:
         assert world.archive.now("claims/manifest/002.json") != []
 
     run_virtual(main, limit_seconds=60)
+
+
+@pytest.mark.parametrize("seconds", [1e300, 2.0**62, 2**62])
+def test_an_absurd_time_in_one_record_does_not_make_later_rounds_wait(seconds: float) -> None:
+    """The grace is a multiple of it; a learner that lives and does not step never ends it early."""
+
+    async def main() -> None:
+        world = World(ALGORITHM)
+        node, idle = await started(world), world.node("b")
+        await idle.join()
+        count = world.archive.rounds()
+        for number in range(count, count + 3):
+            payload = delta_payload(world.archive, number % 2)
+            plant_snapshot(world.archive, number, "ghost", payload, step_seconds=seconds)
+        await node.train(100)
+        assert world.archive.rounds() >= count + 20
+        taken = {p["learner"] for r in check_history(world.archive) for p in r["participants"]}
+        assert "ghost" in taken
+        await node.kill()
+        await idle.kill()
+
+    run_virtual(main, limit_seconds=900)
