@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from itertools import batched
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol, Self
@@ -179,6 +180,13 @@ class Chaos:
 
         return self._persist(lambda: asyncio.run(read()))
 
+    async def _all(self) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        for some in batched(await self.box.list(""), 16):
+            bodies = await asyncio.gather(*map(self.box.get, some))
+            found.update((k, bytes(b)) for k, b in zip(some, bodies, strict=True) if b is not None)
+        return found
+
     def _persist[T](self, act: Callable[[], T]) -> T:
         ends = time.monotonic() + PATIENCE_SECONDS
         while True:
@@ -302,7 +310,7 @@ class Chaos:
 
         Of a snapshot that was replaced, or damaged, the body that its round's record lists.
         """
-        objects = {key: self.get(key) or b"" for key in self.keys("")}
+        objects = self._persist(lambda: asyncio.run(self._all()))
         for folder in self.archive.iterdir():
             key = unquote(folder.name)
             bodies = [path.read_bytes() for path in folder.iterdir() if not path.suffix]

@@ -57,13 +57,13 @@ def suffer(folder: Path, store: Store, seed: int, seconds: float) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_over_a_folder(tmp_path: Path, chaos_seed: int, chaos_seconds: float) -> None:
     suffer(tmp_path, Folder(tmp_path / "run"), chaos_seed, chaos_seconds)
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_over_seaweedfs(
     tmp_path: Path, chaos_seed: int, chaos_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
