@@ -59,7 +59,7 @@ class S3Mailbox:
     too long with the prefix, or that lies below ``.tmp``.
 
     Args:
-        bucket: its name. It is never created.
+        bucket: its name, or the ARN of an access point. It is never created.
         prefix: what all keys of the run begin with, a ``/`` after it; empty for the whole bucket.
         endpoint_url: of a store that is not AWS: ``"https://…"``.
         region: of the bucket, if boto3's configuration does not name it.
@@ -90,6 +90,8 @@ class S3Mailbox:
         self.bucket = _checked_bucket(bucket)
         self.prefix = _checked_prefix(prefix)
         self.endpoint_url = _checked_endpoint(endpoint_url)
+        if not isinstance(region, str | None) or region == "":
+            raise ValueError(f"region must be the name of a region or None, not {region!r}")
         if isinstance(max_concurrency, bool) or not isinstance(max_concurrency, int):
             raise TypeError(f"max_concurrency must be an integer, not {max_concurrency!r}")
         if max_concurrency < 1:
@@ -319,7 +321,7 @@ def _is_key(name: str) -> bool:
 def _checked_bucket(bucket: str) -> str:
     if not isinstance(bucket, str):
         raise TypeError(f"bucket must be a string, not {bucket!r}")
-    if not bucket or "/" in bucket or "://" in bucket:
+    if not bucket or ("/" in bucket and not bucket.startswith("arn:")):
         raise ValueError(
             f"bucket must be the name of a bucket, not {bucket!r}; what follows it goes into prefix"
         )

@@ -66,7 +66,7 @@ async def send(
 
 def _give_up(requests: Requests, name: str, upload: str, running: set[Future[Any]]) -> None:
     """Abort an upload once its last part has ended: one that lands later would stay for ever."""
-    wait(tuple(running), CLEANUP_SECONDS)
+    wait([part for part in tuple(running) if part.running()], CLEANUP_SECONDS)
     requests.abort(name, upload)
 
 
