@@ -93,7 +93,7 @@ def test_damage_is_told_with_its_key_and_what_to_do(
     assert f"WRONG payloads: {key}: {key}: the bytes do not hash" in shown
     assert "WRONG records: rounds/0000000003.json: missing, though round 4 is there" in shown
     assert "what to do: put the object back from a copy of the mailbox" in shown
-    assert "1 objects that every node ignores: 'rounds/notes.txt'" in shown
+    assert "objects that every node ignores: 1: 'rounds/notes.txt'" in shown
     assert main(["verify", str(copied), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["holds"] is False

@@ -147,11 +147,11 @@ def _as_text(url: str, backend: str, report: Report) -> str:
         lines.append("no number was looked at; for that, pip install 'gradientmail[numpy]'")
     if report.strays:
         shown = ", ".join(map(repr, report.strays[:5])) + (" …" if report.strays[5:] else "")
-        lines.append(f"{len(report.strays)} objects that every node ignores: {shown}")
+        lines.append(f"objects that every node ignores: {len(report.strays)}: {shown}")
     for one in report.violations:
         lines += [f"WRONG {one}", f"      what to do: {_remedy(one)}"]
     count = len(report.violations)
-    lines.append(f"{count} violations" if count else "every invariant holds")
+    lines.append(f"violations: {count}" if count else "every invariant holds")
     return "\n".join(lines)
 
 
