@@ -60,6 +60,7 @@ class Collector:
             backend,
             exchange.take,
             expected=expected,
+            averaged=run.averaged,
         )
         self._run = run
         self._exchange = exchange

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradientmail.algorithm.outer import FragmentState, OuterStep
+from gradientmail.algorithm.outer import FragmentState, outer_steps
 from gradientmail.backend.base import Array, Backend
 from gradientmail.clock import Offload
 from gradientmail.collecting import Collector
@@ -72,18 +72,19 @@ class Committer:
         out: dict[str, Mapping[str, Array]] = {
             name: arrays_over(backend, buffer, one) for name, (one, buffer) in blank.items()
         }
-        step = OuterStep(algorithm.outer_lr, algorithm.outer_momentum, algorithm.commit_dtype)
-        overflowed = step(
-            backend,
-            fragment.specs,
-            self._arrays(state),
-            merged.deltas,
-            new=FragmentState(out["theta"], out["outer"]),
-            update=out.get("update", {}),
-            final=collector.all_final,
-            take=self._exchange.take,
-        )
-        return Blanks(blank, merged.cosine, overflowed)
+        overflowed: list[str] = []
+        for step, specs in outer_steps(algorithm, fragment.specs, self._run.averaged):
+            overflowed += step(
+                backend,
+                specs,
+                self._arrays(state),
+                merged.deltas,
+                new=FragmentState(out["theta"], out["outer"]),
+                update=out.get("update", {}),
+                final=collector.all_final,
+                take=self._exchange.take,
+            )
+        return Blanks(blank, merged.cosine, tuple(sorted(overflowed)))
 
     def _blanks(
         self, collector: Collector, state: Held

@@ -107,9 +107,16 @@ class Node:
         )
 
     async def create(
-        self, schema: Schema, algorithm: DiLoCo, buffers: Sequence[memoryview]
+        self,
+        schema: Schema,
+        algorithm: DiLoCo,
+        buffers: Sequence[memoryview],
+        averaged: frozenset[str] = frozenset(),
     ) -> Manifest:
-        """Create the run from theta payload buffers, one a fragment of ``planned``'s."""
+        """Create the run from theta payload buffers, one a fragment of ``planned``'s.
+
+        ``averaged`` are the names in ``schema`` that are a model's buffers.
+        """
         fragments = planned(schema, algorithm)
 
         def manifest(init: tuple[Ref, ...]) -> Manifest:
@@ -119,6 +126,7 @@ class Node:
                 algorithm=algorithm.to_json(),
                 init=init,
                 created_by=self.settings.learner,
+                averaged=tuple(sorted(averaged)),
             )
 
         counts, self._created = await create_run(
@@ -134,11 +142,16 @@ class Node:
         return counts
 
     async def enter(
-        self, manifest: Manifest, schema: Schema, algorithm: DiLoCo, backend: Backend
+        self,
+        manifest: Manifest,
+        schema: Schema,
+        algorithm: DiLoCo,
+        backend: Backend,
+        averaged: frozenset[str] = frozenset(),
     ) -> tuple[Run, list[Version]]:
         """Check that model and options are the run's, and read its newest parameters."""
         run = read_run(manifest)
-        check_schema(run, schema)
+        check_schema(run, schema, averaged)
         check_algorithm(run, algorithm)
         settings = self.settings
         self.watch = Watch(

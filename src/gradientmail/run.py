@@ -60,6 +60,8 @@ class Run:
         self.manifest = manifest
         self.algorithm = algorithm
         self.schema = manifest.schema
+        self.averaged = frozenset(manifest.averaged)
+        """The tensors that are buffers: merged by the weighted mean, moved by just that."""
         self.digest = schema_digest(manifest.schema)
         self.fragments = fragments_of(manifest.schema, manifest.plan, algorithm)
         self.schedule = Schedule(algorithm.sync_every, len(self.fragments))
@@ -75,8 +77,11 @@ def read_run(manifest: Manifest) -> Run:
         ) from None
 
 
-def check_schema(run: Run, schema: Schema) -> None:
-    """Raise ``SchemaMismatch`` listing every parameter that differs from the run's."""
+def check_schema(run: Run, schema: Schema, averaged: frozenset[str] = frozenset()) -> None:
+    """Raise ``SchemaMismatch`` listing every parameter that differs from the run's.
+
+    ``averaged`` are those of ``schema`` that are buffers here.
+    """
     lines = schema_differences(schema, run.schema)
     if lines:
         shown = "\n  ".join(lines[:20]) + (
@@ -84,9 +89,18 @@ def check_schema(run: Run, schema: Schema) -> None:
         )
         raise SchemaMismatch(
             f"this model is not the one that the run under this mailbox trains; {len(lines)} "
-            f"parameters differ:\n  {shown}\nUse the run's model, or another folder or prefix for "
-            "a new run."
+            f"parameters differ:\n  {shown}\n{_advice(run, schema, averaged)}, or use another "
+            "folder or prefix for a new run."
         )
+
+
+def _advice(run: Run, schema: Schema, averaged: frozenset[str]) -> str:
+    ours, theirs = {spec.name for spec in schema}, {spec.name for spec in run.schema}
+    if run.averaged and ours == theirs - run.averaged:
+        return 'They are buffers, which the run exchanges: pass buffers="average"'
+    if averaged and theirs == ours - averaged:
+        return 'They are buffers, which the run leaves local: leave buffers="average" out'
+    return "Use the run's model"
 
 
 def check_algorithm(run: Run, algorithm: DiLoCo) -> None:

@@ -8,7 +8,7 @@ import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as checkpoint
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from gradientmail.backend.torch_model import named_parameters
+from gradientmail.backend.torch_names import named_parameters
 
 
 def model() -> nn.Module:

@@ -18,7 +18,7 @@ the unit vectors (zero for a zero vector), ``k`` of them not zero, and ``U = Σ 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradientmail.algorithm.diloco import Rda, WeightedMean
@@ -85,12 +85,18 @@ class Fold:
         take: Take,
         *,
         expected: int = 2,
+        averaged: Container[str] = (),
     ) -> None:
-        """Fold about ``expected`` contributions to ``specs``, in buffers of ``take``."""
+        """Fold about ``expected`` contributions to ``specs``, in buffers of ``take``.
+
+        The tensors named in ``averaged`` take the weighted mean whatever ``merge`` is.
+        """
         self._specs = tuple(specs)
         self._backend = backend
         self._take = take
-        self._direct = {spec.name: _is_direct(merge, spec.name) for spec in self._specs}
+        self._direct = {
+            spec.name: spec.name in averaged or _is_direct(merge, spec.name) for spec in self._specs
+        }
         self._kept: list[_Contribution] = []
         self._dots: dict[str, float] = {}
         self._sums: _Sums | None = None

@@ -7,9 +7,10 @@ Nesterov momentum in fp32, as DiLoCo has it (arXiv 2311.08105; its defaults lr 0
 Deltas point from the anchor to the learner, with the sign of a gradient: ``anchor − θ``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
+from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.precision import (
     LARGEST,
     Take,
@@ -166,6 +167,22 @@ class OuterStep:
         master = {spec.name: new.master(spec.name)}
         encode_difference(backend, master, old.theta, [spec], self.commit_dtype, update, take)
         apply_update(backend, [spec], old.theta, update, self.commit_dtype, new.theta, take)
+
+
+def outer_steps(
+    algorithm: DiLoCo, specs: Sequence[TensorSpec], averaged: Container[str]
+) -> list[tuple[OuterStep, list[TensorSpec]]]:
+    """The outer step of a run's parameters, and that of its buffers, with the ``specs`` of each.
+
+    Buffers are statistics, not trained: they become their weighted mean (η = 1, β = 0). Momentum
+    would carry a running variance past zero.
+    """
+    mean = OuterStep(1.0, 0.0, algorithm.commit_dtype)
+    trained = OuterStep(algorithm.outer_lr, algorithm.outer_momentum, algorithm.commit_dtype)
+    return [
+        (trained, [spec for spec in specs if spec.name not in averaged]),
+        (mean, [spec for spec in specs if spec.name in averaged]),
+    ]
 
 
 def apply_update(

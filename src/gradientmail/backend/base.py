@@ -29,6 +29,10 @@ class Parameters(ABC):
     """The exchanged parameters of one model: trainable ones, tied ones once."""
 
     schema: Schema
+    averaged: frozenset[str] = frozenset()
+    """Names in ``schema`` of buffers, which are averaged and not trained."""
+    local_buffers: tuple[str, ...] = ()
+    """Names of floating-point buffers that a checkpoint holds and the exchange does not."""
 
     @abstractmethod
     def capture(self, arrays: Mapping[str, Array]) -> Callable[[], None]:
@@ -67,6 +71,13 @@ class Backend(ABC):
 
         ``ValueError`` or ``TypeError`` naming what is wrong.
         """
+
+    def bind_with_buffers(self, model: object) -> Parameters:
+        """As ``bind``, and its floating-point buffers beside them, named in ``averaged``."""
+        raise ValueError(
+            f'buffers="average" is for the buffers of PyTorch models; a {type(model).__name__} has '
+            f"none that the {self.name} backend knows of. Leave the option out"
+        )
 
     def pool(self) -> BufferPool:
         """Host memory that copies to and from the bound model's device are fast with."""

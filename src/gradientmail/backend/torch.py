@@ -4,12 +4,14 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import override
 
 from gradientmail.backend.base import Backend, Combination, fp32_factors
 from gradientmail.backend.cuda_copies import pinned_memory
 from gradientmail.backend.torch_chunks import CHUNK, Tensor, chunks, constant, scratch, torch
 from gradientmail.backend.torch_formats import DECODERS, ENCODERS, convert, pieces_of
-from gradientmail.backend.torch_model import TorchParameters, named_parameters
+from gradientmail.backend.torch_model import TorchParameters
+from gradientmail.backend.torch_names import TrainedSet, places
 from gradientmail.buffers import HOST, BufferPool
 
 ROW = 256
@@ -48,13 +50,30 @@ class TorchBackend(Backend):
 
         ``TypeError`` for another object, ``ValueError`` naming what cannot be exchanged.
         """
+        return self._bind(model, averaged=False)
+
+    @override
+    def bind_with_buffers(self, model: object) -> "TorchParameters":
+        """The same, and the floating-point buffers that ``state_dict`` has."""
+        return self._bind(model, averaged=True)
+
+    def _bind(self, model: object, *, averaged: bool) -> "TorchParameters":
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"a model is a torch.nn.Module, not a {type(model).__qualname__}")
-        found = {n: p for n, p in named_parameters(model) if p.requires_grad}
-        if not found:
+        trained = TrainedSet(model)
+        if not trained.parameters:
             raise ValueError("the model has no trainable parameter: none has requires_grad=True")
-        parameters = TorchParameters(torch, found)
-        if self._pinned is None and any(p.device.type == "cuda" for p in found.values()):
+        buffers = [place for place in places(model, "buffer") if place.tensor.is_floating_point()]
+        parameters = TorchParameters(
+            torch,
+            trained.parameters,
+            buffers=buffers if averaged else (),
+            check=trained.check,
+        )
+        if not averaged:
+            parameters.local_buffers = tuple(sorted(place.name for place in buffers))
+        exchanged = (*trained.parameters.values(), *(place.tensor for place in buffers))
+        if self._pinned is None and any(p.device.type == "cuda" for p in exchanged):
             self._pinned = BufferPool(allocate=partial(pinned_memory, torch))
         return parameters
 

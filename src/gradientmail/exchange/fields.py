@@ -29,7 +29,8 @@ show = reprlib.Repr(maxstring=80, maxother=80, maxlist=4, maxdict=4, maxlevel=2)
 def canonical(value: object) -> bytes:
     r"""Sorted keys, no white space, non-ASCII as ``\u`` escapes; dataclasses become objects.
 
-    A float that is not finite is a ``ValueError``: JSON has no word for it.
+    A field whose metadata say ``sparse`` is left out while it is empty. A float that is not finite
+    is a ``ValueError``: JSON has no word for it.
     """
     text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode("ascii")
@@ -37,7 +38,12 @@ def canonical(value: object) -> bytes:
 
 def _plain(value: object) -> object:
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        members = {field: getattr(value, field.name) for field in fields(value)}
+        return {
+            field.name: _plain(member)
+            for field, member in members.items()
+            if member or not field.metadata.get("sparse")
+        }
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -176,8 +182,12 @@ def _check_free(value: object, where: str, levels: int) -> None:
         signed_number(value, where)
 
 
-def instance[T](cls: type[T], readers: Mapping[str, Reader]) -> Callable[[object, str], T]:
+def instance[T](
+    cls: type[T], readers: Mapping[str, Reader], sparse: Mapping[str, Reader] | None = None
+) -> Callable[[object, str], T]:
     """An object with these members, as ``cls(**members)``; members not in the table are ignored.
+
+    Those of ``sparse`` may be missing.
 
     The ``ValueError`` that ``cls`` raises for members that do not fit together is passed on as
     ``ProtocolError``.
@@ -189,7 +199,12 @@ def instance[T](cls: type[T], readers: Mapping[str, Reader]) -> Callable[[object
         missing = [name for name in readers if name not in value]
         if missing:
             raise ProtocolError(f"{where} has no {' and no '.join(missing)}")
-        members = {name: reader(value[name], f"{where}.{name}") for name, reader in readers.items()}
+        known = {**readers, **(sparse or {})}
+        members = {
+            name: reader(value[name], f"{where}.{name}")
+            for name, reader in known.items()
+            if name in value
+        }
         try:
             return cls(**members)
         except ValueError as error:

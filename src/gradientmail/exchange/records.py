@@ -9,7 +9,7 @@ Fields have the names of the wire format.
 """
 
 from collections.abc import Buffer, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, override
 
 from gradientmail.errors import ProtocolError
@@ -110,6 +110,8 @@ class Manifest(_Record):
     init: tuple[Ref, ...]
     """Θ⁰ of each fragment."""
     created_by: str
+    averaged: tuple[str, ...] = field(default=(), metadata={"sparse": True})
+    """The names of ``schema`` that are buffers: merged by the weighted mean, without momentum."""
 
     def __post_init__(self) -> None:
         """Refuse a schema, plan and payloads that do not belong together."""
@@ -125,6 +127,8 @@ class Manifest(_Record):
                 raise ValueError(f"plan[{p}] is empty, not sorted, or has a name twice")
         if sorted(name for fragment in self.plan for name in fragment) != names:
             raise ValueError("plan does not hold every name of schema exactly once")
+        if not strictly_increasing(self.averaged) or set(self.averaged) - set(names):
+            raise ValueError("averaged is not sorted, or has a name that schema has not")
         if len(self.init) != len(self.plan):
             raise ValueError(f"{len(self.plan)} fragments, but {len(self.init)} init payloads")
         for p, ref in enumerate(self.init):
@@ -366,5 +370,10 @@ _READERS: Mapping[type[_Record], Mapping[str, Reader]] = {
 }
 
 
+_SPARSE: Mapping[type[_Record], Mapping[str, Reader]] = {
+    Manifest: {"averaged": sequence(_name)},
+}
+
+
 def _decode[R: _Record](cls: type[R], data: Buffer, what: str, limit: int) -> R:
-    return instance(cls, _READERS[cls])(parse(data, what, limit), what)
+    return instance(cls, _READERS[cls], _SPARSE.get(cls))(parse(data, what, limit), what)

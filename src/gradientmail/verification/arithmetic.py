@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gradientmail.algorithm.merge import Fold, contribution_weight
-from gradientmail.algorithm.outer import FragmentState, OuterStep, apply_update
+from gradientmail.algorithm.outer import FragmentState, apply_update, outer_steps
 from gradientmail.algorithm.precision import decode_tensors, fp32_array
 from gradientmail.backend.base import Array, Backend
 from gradientmail.exchange.exchange import Payload
@@ -48,16 +48,21 @@ class Arithmetic:
         """``backend`` need not be the one that the commits were made with."""
         self._run = run
         self._backend = backend
-        self._lr = run.algorithm.outer_lr
-        self._beta = run.algorithm.outer_momentum
-        self._step = OuterStep(self._lr, self._beta, run.algorithm.commit_dtype)
+        options = run.algorithm
+        self._gain = max(1.0, (1 + options.outer_momentum) * options.outer_lr)
+        """How far a step may move, in merged deltas of the same round."""
 
     # The whole step, where the deltas are still there
 
     def fold(self, fragment: Fragment, expected: int) -> Fold:
         """An empty sum of about ``expected`` contributions."""
         return Fold(
-            self._run.algorithm.merge, fragment.specs, self._backend, memory, expected=expected
+            self._run.algorithm.merge,
+            fragment.specs,
+            self._backend,
+            memory,
+            expected=expected,
+            averaged=self._run.averaged,
         )
 
     def add(self, fold: Fold, fragment: Fragment, record: SnapshotRecord, delta: Payload) -> bool:
@@ -87,16 +92,18 @@ class Arithmetic:
 
         update = {} if fragment.update is None else blank(fragment.update)
         new = FragmentState(blank(fragment.theta), blank(fragment.outer))
-        self._step(
-            self._backend,
-            fragment.specs,
-            old,
-            fold.merged().deltas,
-            new=new,
-            update=update,
-            final=final,
-            take=memory,
-        )
+        deltas = fold.merged().deltas
+        for step, specs in outer_steps(self._run.algorithm, fragment.specs, self._run.averaged):
+            step(
+                self._backend,
+                specs,
+                old,
+                deltas,
+                new=new,
+                update=update,
+                final=final,
+                take=memory,
+            )
         return new
 
     # What old and new state show without the deltas
@@ -111,9 +118,10 @@ class Arithmetic:
         before, after = old.arrays(backend), new.arrays(backend)
         if all(self._kept(before, after, spec) for spec in fragment.specs):
             return  # a final round, or one whose deltas were zero
-        for spec in fragment.specs:
+        steps = outer_steps(self._run.algorithm, fragment.specs, self._run.averaged)
+        for outer, spec in ((outer, spec) for outer, specs in steps for spec in specs):
             taken, kept = after.momentum(spec.name), before.momentum(spec.name)
-            delta = [(1.0, taken)] + ([] if kept is None else [(-self._beta, kept)])
+            delta = [(1.0, taken)] + ([] if kept is None else [(-outer.momentum, kept)])
             merged = fp32_array(backend, spec, memory)
             backend.combine(delta, merged)
             expected = FragmentState(
@@ -124,8 +132,8 @@ class Arithmetic:
                 ((1.0, merged),),
                 kept,
                 before.master(spec.name),
-                beta=self._beta,
-                lr=self._lr,
+                beta=outer.momentum,
+                lr=outer.lr,
                 new_momentum=expected.outer[f"momentum.{spec.name}"],
                 new_master=expected.theta[spec.name],
             )
@@ -162,7 +170,7 @@ class Arithmetic:
                 "master",
                 after.master(name),
                 expected.master(name),
-                rounding * (1 + self._beta) * self._lr * force + ROUNDING * place,
+                rounding * self._gain * force + ROUNDING * place,
             ),
         )
         for what, found, wanted, allowed in checks:
