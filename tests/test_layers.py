@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "gradientmail"
 # Imports point to a smaller number. Modules of one number never import each other, except the
 # shared words and files inside one folder.
 LAYERS = {
-    **dict.fromkeys(("schema", "event", "health", "events", "clock", "errors", "buffers"), 0),
+    **dict.fromkeys(("schema", "event", "health", "events", "clock", "errors"), 0),
+    **dict.fromkeys(("buffers", "forking", "opened"), 0),
     **dict.fromkeys(("mailbox", "backend"), 1),
     **dict.fromkeys(("exchange", "algorithm"), 2),
     **dict.fromkeys(("handoff", "run", "progress", "rhythm", "attendance", "loop_thread"), 3),
@@ -24,7 +25,7 @@ LAYERS = {
     **dict.fromkeys(("learner", "courier", "syncer"), 7),
     **dict.fromkeys(("node", "checkpoint"), 8),
     **dict.fromkeys(("arguments", "verification"), 9),
-    **dict.fromkeys(("patterns", "session"), 10),
+    **dict.fromkeys(("alignment", "patterns", "session"), 10),
     **dict.fromkeys(("testing", "__init__"), 11),
     "commands": 12,
     "__main__": 13,

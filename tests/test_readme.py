@@ -115,7 +115,7 @@ def test_every_argument_of_a_session_is_explained() -> None:
     }
     parameters = inspect.signature(gm.Session).parameters
     assert set(shown) == set(parameters) - {"model", "algorithm", "mailbox"}
-    for name in ("poll_interval", "lease_every", "lease_timeout", "compression"):
+    for name in ("poll_interval", "lease_every", "lease_timeout", "compression", "buffers"):
         assert shown[name].replace('"', "'") == repr(parameters[name].default), name
 
 

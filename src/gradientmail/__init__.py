@@ -7,6 +7,7 @@ call ``session.step(samples=...)`` after every optimizer step.
 
 from gradientmail import events
 from gradientmail.algorithm.diloco import ByBytes, DiLoCo, Rda, Strided, WeightedMean
+from gradientmail.alignment import align
 from gradientmail.errors import (
     GradientMailError,
     LearnerReplaced,
@@ -24,7 +25,7 @@ from gradientmail.mailbox.filesystem import FilesystemMailbox
 from gradientmail.mailbox.memory import MemoryMailbox
 from gradientmail.mailbox.s3 import S3Mailbox
 from gradientmail.mailbox.urls import open_mailbox
-from gradientmail.session import Session, align
+from gradientmail.session import Session
 
 __all__ = [
     "ByBytes",

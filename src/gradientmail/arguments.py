@@ -4,7 +4,7 @@ import operator
 from pathlib import Path
 
 from gradientmail.algorithm.diloco import DiLoCo
-from gradientmail.backend.base import Backend
+from gradientmail.backend.base import Backend, Parameters
 from gradientmail.exchange.compression import require_zstandard
 from gradientmail.exchange.layout import check_learner_id, default_learner_id
 from gradientmail.mailbox.base import Mailbox
@@ -73,6 +73,13 @@ def check_formats(backend: Backend, schema: Schema, algorithm: DiLoCo) -> None:
     own = {spec.dtype for spec in schema}
     for dtype in sorted(own | {algorithm.delta_dtype or "F32", algorithm.commit_dtype or "F32"}):
         backend.array(memoryview(b""), dtype, (0,))
+
+
+def bound(backend: Backend, model: object, buffers: object) -> Parameters:
+    """What of ``model`` is exchanged; ``ValueError`` for another ``buffers`` than there are."""
+    if buffers not in ("local", "average"):
+        raise ValueError(f'buffers must be "local" or "average", not {buffers!r}')
+    return backend.bind_with_buffers(model) if buffers == "average" else backend.bind(model)
 
 
 def settings_of(

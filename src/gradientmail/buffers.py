@@ -10,13 +10,14 @@ Nobody returns anything by hand, so nothing can be overwritten while it is still
 import contextlib
 import mmap
 import sys
-import threading
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from weakref import ref
+
+from gradientmail.forking import lock_over_forks
 
 PAGE = mmap.PAGESIZE
 SMALL = 2**16
@@ -143,7 +144,7 @@ class BufferPool:
         self._allocate = allocate
         self._blocks: list[_Block] = []
         self._returned: deque[tuple[_Block, int, int]] = deque()
-        self._lock = threading.Lock()
+        self._lock = lock_over_forks()
         self._taken = 0
         self._surplus = 0
 

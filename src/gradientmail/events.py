@@ -53,6 +53,21 @@ class Joined(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BuffersStayLocal(Event):
+    """The model has floating-point buffers, such as batch norm's, that are not exchanged."""
+
+    level: ClassVar[int] = logging.WARNING
+    buffers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.buffers[:3]) + (", …" if len(self.buffers) > 3 else "")
+        return (
+            f"{len(self.buffers)} floating-point buffers stay this node's own ({shown}); if "
+            'training changes them, as it does batch norm\'s, give every node buffers="average"'
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotPublished(Event):
     """This learner's delta for one round is in the mailbox."""
 

@@ -137,7 +137,7 @@ def rounds_held(versions: Sequence[Version]) -> int:
 
 
 async def read_newest(
-    exchange: Exchange, schema: Schema, backend: Backend
+    exchange: Exchange, schema: Schema, backend: Backend, averaged: frozenset[str] = frozenset()
 ) -> tuple[int, list[Version]] | None:
     """The newest committed round (−1 before the first) and versions, for a reader that joins not.
 
@@ -147,7 +147,7 @@ async def read_newest(
     if manifest is None:
         return None
     run = read_run(manifest)
-    check_schema(run, schema)
+    check_schema(run, schema, averaged)
     progress = Progress(exchange, len(run.fragments))
     versions = await newest_versions(run, exchange, progress, backend)
     return rounds_held(versions), versions

@@ -13,7 +13,7 @@ from typing import Any
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.partition import partition
 from gradientmail.backend.base import Backend, Parameters
-from gradientmail.clock import Clock, Offload
+from gradientmail.clock import Clock, Offload, wait_or_sleep
 from gradientmail.courier import Courier
 from gradientmail.errors import LearnerReplaced, MailboxUnavailable
 from gradientmail.events import (
@@ -81,8 +81,10 @@ class Node:
         self.rounds_seen = -1
         """The round that the model holds when it has joined, −1 for a fresh run."""
         self._tasks: list[asyncio.Task[None]] = []
+        self._serving: list[asyncio.Task[None]] = []
         self._closing: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
+        self._lease_due = asyncio.Event()
         self._created: list[Payload] = []
         """The initial payloads, held until the model's versions refer to them."""
         self.watch: Watch | None = None
@@ -208,8 +210,7 @@ class Node:
         self._handoff.takeover_seconds = self.watch.takeover_seconds()
         self._handoff.live = len(self.watch.live)
         self._announce(Joined(learner=self.settings.learner, rounds_seen=self.rounds_seen))
-        self._start(self.watch.run())
-        self._start(self.courier.run())
+        self._serving = [self._start(self.watch.run()), self._start(self.courier.run())]
         self._closing = self._start(self.syncer.run())
         return self.courier
 
@@ -271,7 +272,8 @@ class Node:
     async def _keep_lease(self) -> None:
         pause = self.settings.lease_every
         while True:
-            await self._clock.sleep(pause)
+            await wait_or_sleep(self._clock, pause, self._lease_due)
+            self._lease_due.clear()
             try:
                 held = await self._lease.renew()
             except Exception as error:
@@ -290,6 +292,10 @@ class Node:
         if self.watch is not None:
             self.watch.observe_leases(keys)
 
+    def check_lease(self) -> None:
+        """Renew the lease now, which shows whether another process has it. On the loop's thread."""
+        self._lease_due.set()
+
     def _step_aside(self) -> None:
         """A newer process has this learner's id: it goes on, this one writes nothing more."""
         learner = self.settings.learner
@@ -297,6 +303,8 @@ class Node:
             self.courier.silent = True
         if self.syncer is not None:
             self.syncer.stop()
+        for task in self._serving:  # whoever holds this node may never ask it for anything again
+            task.cancel()
         self._announce(LeaseLost(learner=learner))
         self._handoff.fail(
             LearnerReplaced(

@@ -10,14 +10,15 @@ import gc
 from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
+from gradientmail import opened
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.arguments import (
     MOST_SAMPLES,
+    bound,
     check_arguments,
     check_formats,
-    check_mailbox,
     positive_integer,
     settings_of,
 )
@@ -26,15 +27,20 @@ from gradientmail.backend.base import Backend
 from gradientmail.checkpoint import Checkpoint
 from gradientmail.clock import MonotonicClock
 from gradientmail.errors import SessionClosed
-from gradientmail.events import Announcer, Callback, Closed, GaveUp, checked, log_events
-from gradientmail.exchange.exchange import Exchange
+from gradientmail.events import (
+    Announcer,
+    BuffersStayLocal,
+    Callback,
+    Closed,
+    GaveUp,
+    checked,
+    log_events,
+)
 from gradientmail.exchange.records import Manifest, RoundRecord
 from gradientmail.handoff import Blank, Handoff, Version
-from gradientmail.joining import read_newest
 from gradientmail.learner import Learner
 from gradientmail.loop_thread import LoopThread
 from gradientmail.mailbox.base import Mailbox
-from gradientmail.mailbox.retrying import RetryingMailbox
 from gradientmail.node import Node, planned
 from gradientmail.run import Run, arrays_over
 
@@ -67,6 +73,9 @@ class Session:
         lease_every: seconds between signs of life; half of ``lease_timeout`` at most.
         lease_timeout: seconds without one after which a learner counts as gone.
         callbacks: called with every event (``gradientmail.events``); see there for the thread.
+        buffers: ``"average"`` exchanges the model's floating-point buffers too, such as the
+            statistics of batch norm: a commit holds their weighted mean. All nodes of a run have
+            the same. With ``"local"`` each node keeps its own, and an event says so.
 
     Raises:
         SchemaMismatch: the run there trains a model with other parameters.
@@ -89,9 +98,11 @@ class Session:
         lease_every: float = 60.0,
         lease_timeout: float = 120.0,
         callbacks: Iterable[Callback] = (log_events,),
+        buffers: Literal["local", "average"] = "local",
     ) -> None:
         """Join the run. Blocks until the model holds its newest parameters."""
         self._closed = False
+        self._closed_because = "this session is closed; make a new Session to train on"
         check_arguments(algorithm, mailbox, compression, backend)
         settings = settings_of(learner_id, poll_interval, lease_every, lease_timeout, compression)
         self._settings = settings
@@ -99,7 +110,9 @@ class Session:
         self._announce = Announcer(checked(callbacks))
         self._backend = backend_for(model)
         self._merging = self._backend if backend is None else backend
-        self._parameters = self._backend.bind(model)
+        self._parameters = bound(self._backend, model, buffers)
+        self._model = model  # so that its id stays its own
+        self.identity = self._parameters.identity | {id(model)}
         for each in {self._backend, self._merging}:
             check_formats(each, self._parameters.schema, algorithm)
         self._pool = self._backend.pool()
@@ -116,21 +129,32 @@ class Session:
             announce=self._announce,
         )
         try:
+            opened.give_way_to(self)
             self._learner = self._join()
         except BaseException:
             self._end(clean=False, announce=False)
             raise
-        self._step: Callable[[int], None] = self._learner.step
-        atexit.register(self._abandon)
+        self._begin()
 
     # Joining
+
+    def _begin(self) -> None:
+        self._step: Callable[[int], None] = self._learner.step
+        atexit.register(self._abandon)
+        opened.opened(self)
+        if self._parameters.local_buffers:
+            self._handoff.announce(BuffersStayLocal(buffers=self._parameters.local_buffers))
 
     def _join(self) -> Learner:
         schema, call = self._parameters.schema, self._thread.call
         fragments = planned(schema, self._algorithm)
         largest = max(fragment.theta.nbytes for fragment in fragments)
         manifest = call(self._node.find(largest)) or self._create()
-        run, versions = call(self._node.enter(manifest, schema, self._algorithm, self._backend))
+        run, versions = call(
+            self._node.enter(
+                manifest, schema, self._algorithm, self._backend, self._parameters.averaged
+            )
+        )
         for version in versions:
             self._parameters.apply(self._parameters.stage(version.arrays))
         return self._start(run, versions)
@@ -149,7 +173,9 @@ class Session:
             buffer = fragment.theta.blank(self._pool.take)
             self._parameters.capture(arrays_over(self._backend, buffer, fragment.theta))()
             buffers.append(buffer)
-        return self._thread.call(self._node.create(schema, self._algorithm, buffers))
+        return self._thread.call(
+            self._node.create(schema, self._algorithm, buffers, self._parameters.averaged)
+        )
 
     def _start(self, run: Run, versions: list[Version]) -> Learner:
         async def start() -> Callable[[int], Blank]:
@@ -301,7 +327,8 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        self._step = _refuse
+        self._step = self._refuse
+        opened.closed(self)
         atexit.unregister(self._abandon)
         patience = LEAVE_SECONDS if clean else ABANDON_SECONDS
         try:
@@ -325,6 +352,40 @@ class Session:
         self._end(clean=False)
         gc.collect()  # cancelled calls hold views of buffers, whose classes are about to go
 
+    def _refuse(self, samples: int) -> None:
+        del samples
+        raise SessionClosed(self._closed_because)
+
+    # Towards other sessions of this process
+
+    def give_way(self) -> None:
+        """Close at once: a new session takes over the model."""
+        self._closed_because = (
+            "this session was closed when another Session was made with its model; call step of "
+            "that one"
+        )
+        self._handoff.fail(SessionClosed(self._closed_because))  # in case a step waits
+        self._end(clean=False)
+
+    def check_lease(self) -> None:
+        """Look soon whether the learner id is still this session's."""
+        self._thread.notify(self._node.check_lease)
+
+    def disown(self) -> None:
+        """Refuse to train, in a child made by fork."""
+        self._closed_because = (
+            "a child made by fork cannot use its parent's session; make a new one there, with "
+            "another learner_id"
+        )
+        self._step = self._refuse
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Session cannot be copied or pickled: its threads and its lease belong to this "
+            "process. Copy the model, save model.state_dict() and session.state_dict(), or make "
+            "another Session with another learner_id"
+        )
+
     def __enter__(self) -> Self:
         """Nothing more: constructing it joined."""
         return self
@@ -340,40 +401,3 @@ class Session:
             self.close()
         else:
             self._end(clean=False)
-
-
-def align(model: object, *, mailbox: Mailbox) -> int:
-    """Load the newest committed parameters of the run under ``mailbox`` into ``model``.
-
-    Publishes nothing, claims nothing. Returns the newest committed round, −1 if there is none: then
-    the model gets the run's initial parameters, or stays as it is when there is no run there.
-
-    Raises:
-        SchemaMismatch: the run there trains a model with other parameters.
-        PayloadCorrupt: its parameters cannot be read.
-
-    """
-    check_mailbox(mailbox)
-    backend = backend_for(model)
-    parameters = backend.bind(model)
-    thread = LoopThread("gradientmail-align")
-    try:
-        exchange = Exchange(
-            RetryingMailbox(mailbox, clock=MonotonicClock(), random=Random()),
-            offload=thread.offload,
-            take=backend.pool().take,
-        )
-        found = thread.call(read_newest(exchange, parameters.schema, backend))
-        if found is None:
-            return -1
-        newest, versions = found
-        for version in versions:
-            parameters.apply(parameters.stage(version.arrays))
-        return newest
-    finally:
-        thread.stop(ABANDON_SECONDS)
-
-
-def _refuse(samples: int) -> None:
-    del samples
-    raise SessionClosed("this session is closed; make a new Session to train on")

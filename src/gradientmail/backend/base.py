@@ -29,6 +29,8 @@ class Parameters(ABC):
     """The exchanged parameters of one model: trainable ones, tied ones once."""
 
     schema: Schema
+    identity: frozenset[int] = frozenset()
+    """Ids of objects that are this model's alone, whatever it is wrapped in; they are held here."""
     averaged: frozenset[str] = frozenset()
     """Names in ``schema`` of buffers, which are averaged and not trained."""
     local_buffers: tuple[str, ...] = ()

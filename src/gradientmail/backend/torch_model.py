@@ -39,6 +39,7 @@ class TorchParameters(Parameters):
         self._parameters = dict(parameters)
         self._buffers = {place.name: place for place in buffers}
         self._check = check
+        self.identity = frozenset(map(id, self._parameters.values()))
         self.averaged = frozenset(self._buffers)
         kinds: dict[str, Kind] = dict.fromkeys(self._buffers, "buffer")
         names = sorted(self._parameters.keys() | self._buffers.keys())

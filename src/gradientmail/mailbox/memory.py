@@ -1,10 +1,10 @@
 """A store in this process's memory, for tests and for runs of one process."""
 
-import threading
 from bisect import bisect_left, insort
 from collections.abc import Buffer, Iterable, Sequence
 from itertools import islice, takewhile
 
+from gradientmail.forking import lock_over_forks
 from gradientmail.mailbox.base import check_key, flat
 
 
@@ -16,7 +16,7 @@ class MemoryMailbox:
 
     def __init__(self) -> None:
         """Make an empty store."""
-        self._lock = threading.Lock()
+        self._lock = lock_over_forks()
         self._objects: dict[str, bytes] = {}
         self._keys: list[str] = []
 

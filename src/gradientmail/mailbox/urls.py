@@ -12,11 +12,11 @@ comes back in an error.
 import difflib
 import os
 import re
-import threading
 from dataclasses import dataclass
 from typing import TypedDict, cast
 from urllib.parse import unquote_to_bytes, urlsplit
 
+from gradientmail.forking import lock_over_forks
 from gradientmail.mailbox.base import Mailbox, check_key
 from gradientmail.mailbox.filesystem import FilesystemMailbox
 from gradientmail.mailbox.memory import MemoryMailbox
@@ -58,7 +58,7 @@ class _Options(TypedDict, total=False):
 
 
 _memories: dict[str, MemoryMailbox] = {}
-_memories_lock = threading.Lock()
+_memories_lock = lock_over_forks()
 
 
 def open_mailbox(url: str | os.PathLike[str], *, create: bool = True) -> Mailbox:
