@@ -1,14 +1,18 @@
 """Every snippet of docs/your-training-loop.md runs as printed and does what its section says."""
 
 import asyncio
+import json
 import re
+import socket
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import gradientmail as gm
 
@@ -76,6 +80,75 @@ def streamed(names: dict[str, Any]) -> None:
     assert names["session"].rounds_seen >= 4
 
 
+def skipped(names: dict[str, Any]) -> None:
+    """A step whose gradients overflow is not counted."""
+    trained(names)
+    overflowing = [torch.full((16, 4), 1e36), *names["loader"]]
+    exec(snippets()[INTRODUCTION][0], names)
+    counts: list[int] = []
+
+    class Counting:
+        """Stands for the session."""
+
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            pass
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            pass
+
+        def step(self, *, samples: int) -> None:
+            counts.append(samples)
+
+    names = {**names, "loader": overflowing, "gm": SimpleNamespace(Session=Counting)}
+    exec(snippets()["Mixed precision"][0], names)
+    assert len(counts) == len(overflowing) - 1
+
+
+def evaluated(names: dict[str, Any]) -> None:
+    """Three times in the middle, and the committed model at the end."""
+    trained(names)
+    assert len(names["losses"]) == 3
+    assert names["losses"][2] < names["losses"][0]
+    assert names["newest_round"] == names["session"].rounds_seen
+    assert not names["committed"].training
+    assert names["model"].training
+
+
+def shared_out(names: dict[str, Any]) -> None:
+    """Names without wrappers; one process here has all that the others would get."""
+    dist.destroy_process_group()
+    trained(names)
+    manifest = json.loads(bytes(asyncio.run(names["mailbox"].get("manifest.json"))))
+    assert [row["name"] for row in manifest["schema"]] == [
+        "0.bias",
+        "0.weight",
+        "2.bias",
+        "2.weight",
+    ]
+
+
+def adapted(names: dict[str, Any]) -> None:
+    """The base is as it was, and not in the run."""
+    fresh: dict[str, Any] = {}
+    exec(snippets()[INTRODUCTION][0], fresh)
+    pairs = zip(names["model"].parameters(), fresh["model"].parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    assert names["session"].rounds_seen >= 0
+    manifest = json.loads(bytes(asyncio.run(names["mailbox"].get("manifest.json"))))
+    assert [row["name"] for row in manifest["schema"]] == ["1.bias", "1.weight"]
+
+
+def averaged(names: dict[str, Any]) -> None:
+    """What was loaded has the statistics, too."""
+    model, loaded = names["model"].eval(), names["loaded"]
+    batch = torch.randn(64, 4)
+    assert torch.equal(model(batch), loaded(batch))
+    assert not torch.equal(loaded[1].running_var, torch.ones(8))
+
+
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "Data: each node its own": trained,
     "Local SGD": trained,
@@ -83,12 +156,35 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "Stopping and starting again": resumed,
     "Streaming DiLoCo": streamed,
     "The loop": trained,
+    "Gradient accumulation": trained,
+    "Mixed precision": skipped,
+    "Several optimizers": trained,
+    "Tokens": trained,
+    "Evaluation": evaluated,
+    "Compiled, wrapped and distributed models": shared_out,
+    "Frozen parameters and adapters": adapted,
+    "Batch norm and other buffers": averaged,
+    "DataLoader workers": trained,
+    "Notebooks": trained,
     "Waiting for other nodes": waited,
     "Work shared by all nodes": shared,
 }
 """By heading, what is true of the names that its snippets have left."""
 
 
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun tells the only process that it starts."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    told = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+
+
+# Python warns of a fork beside threads, and PyTorch's compiler of its own matters.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     "heading", [heading for heading, blocks in snippets().items() if heading and blocks]
 )

@@ -55,6 +55,8 @@ class Courier:
         self._announce = announce
         self._posted = rounds_held(versions)
         self._last_published = -1
+        self._snapshot = (-1, -1)
+        """Round and local step of the last one taken from the outbox."""
         self._preparing = asyncio.Lock()
         self.woken = Signal()
         self.silent = False
@@ -109,13 +111,20 @@ class Courier:
             woken, changed = self.woken.next, self._watch.changed.next
             while self._handoff.outbox:
                 # Not named here: a name would hold its buffers until the next one comes.
-                await self._publish(self._handoff.outbox.popleft())
+                await self._publish_once(self._handoff.outbox.popleft())
             deltas = self._exchange.deltas
             for number in tuple(deltas):  # the thread that merges takes out of it meanwhile
                 if number < self._watch.next_round:
                     deltas.pop(number, None)
             await self._prepare_blank(self._posted)
             await _either(woken, changed)
+
+    async def _publish_once(self, outgoing: Outgoing) -> None:
+        """Publish a snapshot, unless it is the last one again: Ctrl-C came while it was posted."""
+        snapshot = (outgoing.round, outgoing.local_step)
+        if self._snapshot != snapshot:
+            self._snapshot = snapshot
+            await self._publish(outgoing)
 
     async def _publish(self, outgoing: Outgoing) -> None:
         """Upload one snapshot; repeated until done, or its round is committed without it."""

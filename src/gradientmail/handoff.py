@@ -3,10 +3,11 @@
 The training thread posts snapshots and takes arrivals; the loop does the reverse. Each field has
 one writer; queues are ``deque`` ends used by one thread each, and ``news`` is raised by the loop
 after what it announces is in place and lowered by the training thread before it looks, so that
-news may be looked at twice and is never missed. Only waiting takes the lock.
+news may be looked at twice and is never missed. No lock is taken.
 """
 
-import threading
+import contextlib
+import queue
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -93,15 +94,16 @@ class Handoff:
     """Why this node cannot go on; ``step`` raises it."""
     takeover_seconds: float = 0.0
 
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _bell: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
+    """Rung for a learner that waits. A lock could stay held after Ctrl-C, and the loop hang."""
 
     # The loop's side
 
     def tell(self) -> None:
         """Raise the flag and wake a waiting learner."""
         self.news = True
-        with self._changed:
-            self._changed.notify_all()
+        if self._bell.empty():
+            self._bell.put(None)
 
     def fail(self, error: BaseException) -> None:
         """Let the next ``step``, or the one that waits, raise ``error``."""
@@ -112,9 +114,11 @@ class Handoff:
     # The learner's side
 
     def wait(self, seconds: float) -> bool:
-        """Sleep until the flag is raised, at most ``seconds``; whether it is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.news, seconds)
+        """Sleep until the flag is raised, at most ``seconds``, or shorter; whether it is."""
+        if not self.news:
+            with contextlib.suppress(queue.Empty):
+                self._bell.get(timeout=seconds)
+        return self.news
 
     def post(self, outgoing: Outgoing) -> None:
         """Send a snapshot."""

@@ -4,6 +4,7 @@ Everything here runs on the training thread, does no I/O and knows no event loop
 pure functions over ``Standing``; ``step`` with nothing to do adds two integers and compares two.
 """
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable
@@ -117,6 +118,8 @@ class Learner:
         self._last_published = -1
         self._published_at = 0
         self._published: deque[tuple[int, int]] = deque(maxlen=algorithm.in_flight)
+        self._sending: Outgoing | None = None
+        """A snapshot that was made, and perhaps not posted, should Ctrl-C have come between."""
         self._step_seconds = 0.0
         self._entered = 0.0
         self._waited = 0.0
@@ -139,6 +142,7 @@ class Learner:
             self._act()
 
     def _act(self) -> None:
+        self._send()
         self.take_news()
         if self.local_step >= self._due_at():
             self._publish(final=False)
@@ -152,8 +156,8 @@ class Learner:
 
     def take_news(self) -> None:
         """Raise what the loop failed with, repair, align with what has arrived."""
-        self._handoff.news = False
         try:
+            self._handoff.news = False
             self._take_all(self._handoff)
         except BaseException:  # also Ctrl-C, after which a notebook may train on
             self._handoff.news = True
@@ -165,13 +169,12 @@ class Learner:
         if handoff.repair is not None:
             self._repair(*handoff.repair)
             handoff.repair = None
-        while handoff.arrivals:
-            arrival = handoff.arrivals.popleft()
-            try:
-                self._align(arrival)
-            except BaseException:
-                handoff.arrivals.appendleft(arrival)
-                raise
+        while (arrival := next(iter(tuple(handoff.arrivals)), None)) is not None:
+            # It stays in the queue until it is in the model, should Ctrl-C come between. Meanwhile
+            # the loop may replace it with a newer one, whose turn it is then.
+            self._align(arrival)
+            with contextlib.suppress(ValueError):
+                handoff.arrivals.remove(arrival)
 
     # Publishing
 
@@ -198,25 +201,33 @@ class Learner:
         started = perf_counter()
         blank = self._handoff.blanks.pop(fragment, None) or self._make_blank(fragment)
         ready = self._parameters.capture(blank.arrays)
-        self._last_published = number
-        self._published_at = self.local_step
-        self._published.append((number, self.local_step))
-        self._handoff.post(
-            Outgoing(
-                round=number,
-                fragment=fragment,
-                local_step=self.local_step,
-                steps=self.local_step - self._base_steps[fragment],
-                tokens=self._tokens - self._base_tokens[fragment],
-                rounds_seen=self.rounds_seen,
-                step_seconds=self._step_seconds,
-                final=final,
-                anchor=self.versions[fragment],
-                blank=blank,
-                ready=ready,
-                started=started,
-            )
+        self._sending = Outgoing(
+            round=number,
+            fragment=fragment,
+            local_step=self.local_step,
+            steps=self.local_step - self._base_steps[fragment],
+            tokens=self._tokens - self._base_tokens[fragment],
+            rounds_seen=self.rounds_seen,
+            step_seconds=self._step_seconds,
+            final=final,
+            anchor=self.versions[fragment],
+            blank=blank,
+            ready=ready,
+            started=started,
         )
+        self._send()
+
+    def _send(self) -> None:
+        """Post the snapshot that was made; after an interrupt perhaps again, which is noticed."""
+        outgoing = self._sending
+        if outgoing is None:
+            return
+        pair = (outgoing.round, outgoing.local_step)
+        if pair not in self._published:
+            self._published.append(pair)
+        self._last_published, self._published_at = pair
+        self._handoff.post(outgoing)
+        self._sending = None
 
     def _say_what_matters(self, due: float) -> None:
         """Have the loop look for others' snapshots if they could make the next round due earlier.
@@ -340,6 +351,7 @@ class Learner:
 
         Stops when nothing has landed for ``patience()`` seconds; returns the rounds given up.
         """
+        self._send()
         landed, seen = monotonic(), self.rounds_seen
         remaining = len(self.versions) if self._algorithm.flush_on_close else 0
         while True:
