@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from tests.session.models import (
     ALGORITHM,
     QUICK,
+    Events,
     equal,
     net,
     no_threads_left,
@@ -271,13 +273,22 @@ def test_a_corrupt_beginning_is_named_too(how: str) -> None:
         session(Spoiled(box, key, how))
 
 
-def test_a_corrupt_record_is_a_protocol_error() -> None:
-    box = finished(4)
+def test_a_corrupt_record_stops_no_node_and_is_told() -> None:
+    """Training goes on; that no round can be committed is an error event which names the object."""
+    box, heard = finished(4), Events()
     last = max(key for key in asyncio.run(box.list("rounds/")))
     asyncio.run(box.delete([last]))
     asyncio.run(box.put_if_absent(last, b"{}"))
-    with no_threads_left(), pytest.raises(gm.ProtocolError, match="round"):
-        session(box)
+    with no_threads_left():
+        one = session(box, callbacks=[heard])
+        ends = time.monotonic() + 30
+        while not heard.of(gm.events.TaskFailed):
+            one.step(samples=1)
+            time.sleep(0.005)
+            assert time.monotonic() < ends
+        with pytest.raises(gm.ProtocolError, match=last):
+            one.close()
+    assert last in heard.of(gm.events.TaskFailed)[0].error
 
 
 def test_a_store_that_refuses_is_told_at_once() -> None:
