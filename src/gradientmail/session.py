@@ -73,9 +73,8 @@ class Session:
         lease_every: seconds between signs of life; half of ``lease_timeout`` at most.
         lease_timeout: seconds without one after which a learner counts as gone.
         callbacks: called with every event (``gradientmail.events``); see there for the thread.
-        buffers: ``"average"`` exchanges the model's floating-point buffers too, such as the
-            statistics of batch norm: a commit holds their weighted mean. All nodes of a run have
-            the same. With ``"local"`` each node keeps its own, and an event says so.
+        buffers: ``"average"`` exchanges floating-point buffers too, such as batch norm's: a commit
+            holds their weighted mean. The same on all nodes. ``"local"``: an event names them.
 
     Raises:
         SchemaMismatch: the run there trains a model with other parameters.
@@ -361,8 +360,7 @@ class Session:
     def give_way(self) -> None:
         """Close at once: a new session takes over the model."""
         self._closed_because = (
-            "this session was closed when another Session was made with its model; call step of "
-            "that one"
+            "this session was closed when another Session was made with its model"
         )
         self._handoff.fail(SessionClosed(self._closed_because))  # in case a step waits
         self._end(clean=False)
@@ -374,8 +372,7 @@ class Session:
     def disown(self) -> None:
         """Refuse to train, in a child made by fork."""
         self._closed_because = (
-            "a child made by fork cannot use its parent's session; make a new one there, with "
-            "another learner_id"
+            "a child made by fork cannot use its parent's session; make a new one with another id"
         )
         self._step = self._refuse
 
