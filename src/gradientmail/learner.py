@@ -332,13 +332,15 @@ class Learner:
 
     def _wait_for_overlap(self, overlap_steps: int) -> None:
         """Wait while a round published ``overlap_steps`` or more steps ago is not aligned with."""
-        while self.local_step >= self._waits_at(overlap_steps):
-            began = self._now()
-            self._handoff.wait(1.0)
-            self._waited += self._now() - began
-            self.take_news()
-        self._entered += self._waited  # the time between steps does not count waiting in one
-        self._waited = 0.0
+        try:
+            while self.local_step >= self._waits_at(overlap_steps):
+                began = self._now()
+                self._handoff.wait(1.0)
+                self._waited += self._now() - began
+                self.take_news()
+        finally:  # Ctrl-C may end the wait, too; and what it counted must never count twice
+            waited, self._waited = self._waited, 0.0
+            self._entered += waited  # the time between steps does not count waiting in one
 
     # Leaving
 
