@@ -40,7 +40,8 @@ def loaded(state: dict[str, Any]) -> dict[str, Any]:
 def records(box: gm.Mailbox, kind: str) -> list[dict[str, Any]]:
     """The records under a prefix."""
     keys = asyncio.run(box.list(kind))
-    return [json.loads(bytes(asyncio.run(box.get(key)) or b"")) for key in keys]
+    found = [asyncio.run(box.get(key)) for key in keys]
+    return [json.loads(bytes(data)) for data in found if data is not None]  # not swept meanwhile
 
 
 def train(
