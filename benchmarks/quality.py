@@ -1,0 +1,324 @@
+"""What the exchange does to the model: held-out loss at equal total tokens, three seeds each.
+
+    uv run benchmarks/quality.py                 all studies, about forty minutes on one core
+    uv run benchmarks/quality.py --study merge   one of them
+    uv run benchmarks/quality.py --results FILE --report docs/quality.svg
+
+The byte model of ``examples/byte_lm.py``, smaller, on its text. The learners train in one process
+in lockstep, so that a result depends on the seed alone; deltas, merging, outer step, precision and
+schedule are the library's own code, without mailbox and threads. A result is appended to
+``--results`` as it comes, and what is there already is not run again.
+"""
+
+import argparse
+import functools
+import json
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from quality_plot import plot
+
+import gradientmail as gm
+from byte_lm import CONTEXT, PARTS, ByteModel, draw, held_out_loss, source_text
+from gradientmail.algorithm.merge import Fold, contribution_weight
+from gradientmail.algorithm.outer import FragmentState, OuterStep
+from gradientmail.algorithm.precision import decode_tensors, encode_difference
+from gradientmail.algorithm.schedule import Schedule
+from gradientmail.backend.base import Array
+from gradientmail.backend.torch import TorchBackend
+from gradientmail.buffers import HOST
+from gradientmail.node import planned
+from gradientmail.run import Fragment, arrays_over
+
+WIDTH, DEPTH, BATCH, LEARNING_RATE, WARMUP = 64, 2, 8, 4e-3, 0.05
+STEPS = 1280
+"""Batches that all learners of a run take together."""
+SEEDS = (0, 1, 2)
+FRAGMENTS = 4
+BACKEND = TorchBackend()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. ``reference`` is data-parallel training: gradients averaged each step."""
+
+    learners: int = 4
+    reference: bool = False
+    sync_every: int = 32
+    merge: str = "rda"
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    delta_dtype: str | None = None
+    commit_dtype: str | None = None
+    overlap: int = 0
+    mixing: float = 0.0
+
+    def algorithm(self) -> gm.DiLoCo:
+        """The options that the library takes."""
+        return gm.DiLoCo(
+            sync_every=self.sync_every,
+            fragments=FRAGMENTS,
+            in_flight=FRAGMENTS,
+            outer_lr=self.outer_lr,
+            outer_momentum=self.outer_momentum,
+            merge=gm.Rda() if self.merge == "rda" else gm.WeightedMean(),
+            mixing=self.mixing,
+            delta_dtype=self.delta_dtype,
+            commit_dtype=self.commit_dtype,
+        )
+
+
+BASE = Case()
+STUDIES: dict[str, list[Case]] = {
+    "reference": [replace(BASE, reference=True, learners=m) for m in (1, 2, 4, 8)],
+    "merge": [
+        replace(BASE, learners=m, merge=merge) for m in (2, 4, 8) for merge in ("rda", "mean")
+    ],
+    "precision": [replace(BASE, delta_dtype=dtype) for dtype in ("F32", "BF16", "F8_E4M3", "F4")]
+    + [replace(BASE, delta_dtype="F4", commit_dtype="F4")],
+    "overlap": [replace(BASE, overlap=n, mixing=a) for n in (5, 10) for a in (0.0, 0.5)],
+    "sync_every": [replace(BASE, sync_every=steps) for steps in (10, 32, 100)],
+    "outer": [
+        replace(BASE, learners=m, outer_lr=lr, outer_momentum=momentum)
+        for m in (2, 4)
+        for lr in (0.5, 0.7, 1.0)
+        for momentum in (0.0, 0.5, 0.9)
+    ],
+}
+
+
+text_of = functools.cache(source_text)
+"""A part of the text, read once."""
+
+
+class Learner:
+    """A model in training on its own parts of the text."""
+
+    def __init__(self, case: Case, index: int, seed: int) -> None:
+        """All learners of a seed begin with the same parameters."""
+        torch.manual_seed(seed)
+        self.model = ByteModel(WIDTH, DEPTH)
+        self.parameters = BACKEND.bind(self.model)
+        self.generator = torch.Generator().manual_seed(1000 * seed + index)
+        self.text = torch.cat([text_of(part) for part in range(index, PARTS, case.learners)])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.99))
+
+    def backward(self) -> None:
+        """The gradient of one batch, clipped."""
+        self.optimizer.zero_grad()
+        self.model(draw(self.text, BATCH, self.generator)).backward()
+
+    def step(self, done: float) -> None:
+        """An optimizer step, ``done`` being the share of the training that is over."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        decay = 0.55 + 0.45 * math.cos(math.pi * done)
+        for group in self.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * decay * min(1.0, (done + 1e-9) / WARMUP)
+        self.optimizer.step()
+
+    def copy_of(self, fragment: Fragment) -> dict[str, Array]:
+        """The parameters of a fragment at this moment."""
+        arrays = blank(fragment, "theta")
+        self.parameters.capture(arrays)()
+        return arrays
+
+
+def blank(fragment: Fragment, payload: str) -> dict[str, Array]:
+    """Arrays for one of a fragment's payloads."""
+    layout = getattr(fragment, payload)
+    return {} if layout is None else arrays_over(BACKEND, layout.blank(HOST.take), layout)
+
+
+@dataclass
+class Exchange:
+    """All rounds of a run, each closed at the step that it is due with every learner in it."""
+
+    case: Case
+    learners: list[Learner]
+    flying: deque[tuple[int, int, Mapping[str, Array]]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        """Version 0 of every fragment is what the learners begin with."""
+        self.algorithm = self.case.algorithm()
+        self.fragments = planned(self.learners[0].parameters.schema, self.algorithm)
+        self.schedule = Schedule(self.case.sync_every, len(self.fragments))
+        self.states = [FragmentState(self.learners[0].copy_of(f), {}) for f in self.fragments]
+        self.anchors = [state.theta for state in self.states]
+        self.next_round = 0
+
+    def after_step(self, step: int) -> None:
+        """Close what is due, and let the learners have what was committed ``overlap`` steps ago."""
+        while self.schedule.due_step(self.next_round) == step:
+            number = self.schedule.fragment(self.next_round)
+            self.states[number] = self.closed(number, final=False)
+            self.flying.append((step + self.case.overlap, number, self.states[number].theta))
+            self.next_round += 1
+        while self.flying and self.flying[0][0] <= step:
+            _, number, theta = self.flying.popleft()
+            self.anchors[number] = theta
+            for learner in self.learners:
+                learner.parameters.apply(learner.parameters.stage(theta), mixing=self.case.mixing)
+
+    def closed(self, number: int, *, final: bool) -> FragmentState:
+        """The outer step over every learner's delta."""
+        fragment, algorithm = self.fragments[number], self.algorithm
+        fold = Fold(algorithm.merge, fragment.specs, BACKEND, HOST.take)
+        for learner in self.learners:
+            fold.add(self.delta(learner, number), contribution_weight(BATCH * CONTEXT, 1))
+        new = FragmentState(blank(fragment, "theta"), blank(fragment, "outer"))
+        OuterStep(algorithm.outer_lr, algorithm.outer_momentum, algorithm.commit_dtype)(
+            BACKEND,
+            fragment.specs,
+            self.states[number],
+            fold.merged().deltas,
+            new=new,
+            update=blank(fragment, "update"),
+            final=final,
+            take=HOST.take,
+        )
+        return new
+
+    def delta(self, learner: Learner, number: int) -> Mapping[str, Array]:
+        """``anchor − θ`` as it comes out of the mailbox, through the run's precision."""
+        fragment, dtype = self.fragments[number], self.case.delta_dtype
+        sent = blank(fragment, "delta")
+        theta = learner.copy_of(fragment)
+        encode_difference(
+            BACKEND, self.anchors[number], theta, fragment.specs, dtype, sent, HOST.take
+        )
+        return decode_tensors(BACKEND, sent, dtype, fragment.specs, HOST.take)
+
+    def finish(self) -> None:
+        """The learners leave with ``flush_on_close``: what they have moved is averaged in."""
+        self.after_step_flying()
+        for number in range(len(self.fragments)):
+            theta = self.closed(number, final=True).theta
+            self.learners[0].parameters.apply(self.learners[0].parameters.stage(theta))
+
+    def after_step_flying(self) -> None:
+        """Commits still on their way arrive."""
+        self.case = replace(self.case, overlap=0)
+        self.after_step(max((due for due, _, _ in self.flying), default=-1))
+
+
+def train(case: Case, seed: int) -> float:
+    """Held-out bits per byte of what the learners committed together."""
+    learners = [Learner(case, index, seed) for index in range(case.learners)]
+    steps = STEPS // case.learners
+    exchange = None if case.reference else Exchange(case, learners)
+    for step in range(1, steps + 1):
+        for learner in learners:
+            learner.backward()
+        if exchange is None:
+            average_gradients(learners)
+        for learner in learners if exchange else learners[:1]:
+            learner.step(step / steps)
+        if exchange is None:
+            for learner in learners[1:]:
+                learner.model.load_state_dict(learners[0].model.state_dict())
+        else:
+            exchange.after_step(step)
+    if exchange is not None:
+        exchange.finish()
+    return held_out_loss(learners[0].model)
+
+
+def average_gradients(learners: list[Learner]) -> None:
+    """Data parallelism: the first learner gets the mean gradient of all."""
+    for parameters in zip(*(learner.model.parameters() for learner in learners), strict=True):
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        parameters[0].grad = torch.stack(gradients).mean(dim=0)
+
+
+def cases(study: str | None) -> Iterator[Case]:
+    """What is to run, each case once, although several studies may have it."""
+    chosen = [case for name, found in STUDIES.items() if study in (None, name) for case in found]
+    yield from dict.fromkeys(chosen)
+
+
+def read(path: Path) -> dict[Case, dict[int, float]]:
+    """The results so far: held-out loss by seed."""
+    found: dict[Case, dict[int, float]] = {}
+    if path.exists():
+        for line in path.read_text("utf-8").splitlines():
+            row: dict[str, Any] = json.loads(line)
+            found.setdefault(Case(**row["case"]), {})[row["seed"]] = row["loss"]
+    return found
+
+
+def run(study: str | None, path: Path) -> None:
+    """Run what is missing, seed by seed, and append each result."""
+    done = read(path)
+    for seed in SEEDS:
+        for case in cases(study):
+            if seed in done.get(case, {}):
+                continue
+            began = time.perf_counter()
+            loss = train(case, seed)
+            row = {"case": asdict(case), "seed": seed, "loss": round(loss, 4)}
+            with path.open("a", encoding="utf-8") as file:
+                print(json.dumps(row), file=file)
+            print(f"{loss:.4f}  {time.perf_counter() - began:5.1f} s  seed {seed}  {label(case)}")
+
+
+def label(case: Case) -> str:
+    """How the case differs from the base."""
+    if case.reference:
+        return f"data parallel, {case.learners} learners"
+    differs = [
+        f"{name} {value}"
+        for name, value in asdict(case).items()
+        if value != getattr(BASE, name) and name != "learners"
+    ]
+    return ", ".join([f"{case.learners} learners", *differs])
+
+
+def rows(results: Mapping[Case, Mapping[int, float]]) -> Iterator[dict[str, object]]:
+    """A row a case and study: mean over the seeds, and how far they lie apart."""
+    for study, found in STUDIES.items():
+        for case in found:
+            losses = list(results.get(case, {}).values())
+            if losses:
+                yield {
+                    "study": study,
+                    "case": label(case),
+                    "bits per byte": round(statistics.mean(losses), 3),
+                    "spread": round(max(losses) - min(losses), 3),
+                    "seeds": len(losses),
+                }
+
+
+def main() -> None:
+    """Run, then print the table and draw the plot."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--study", choices=STUDIES, help="only this one")
+    parser.add_argument("--results", type=Path, default=Path("runs/quality.jsonl"))
+    parser.add_argument("--report", type=Path, metavar="SVG", help="run nothing, draw this plot")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    if args.report is None:
+        run(args.study, args.results)
+    found = list(rows(read(args.results)))
+    if args.json:
+        print(json.dumps(found))
+    else:
+        print("\n| study | case | bits per byte | spread | seeds |\n|---|---|---|---|---|")
+        for row in found:
+            print("| " + " | ".join(map(str, row.values())) + " |")
+    if args.report is not None:
+        args.report.write_text(plot(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
