@@ -195,7 +195,7 @@ class BackendParameters(ABC):
         assert parameters.not_finite() == []
         self.check_model(model, clean)
 
-    @pytest.mark.parametrize("thing", [None, 3, "model", object(), [1.0], 2.5], ids=str)
+    @pytest.mark.parametrize("thing", [None, 3, "model", object(), [1.0], 2.5])
     def test_what_is_no_model_is_a_type_error(self, thing: object) -> None:
         """That says what a model is."""
         with pytest.raises(TypeError, match=r"a model is .*, not a"):
