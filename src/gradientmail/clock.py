@@ -7,6 +7,7 @@ virtual time, the same from the same seed.
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 
@@ -21,6 +22,10 @@ class Clock(Protocol):
         """Return after ``seconds`` on this clock."""
         ...
 
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call ``callback`` on the running loop in ``seconds``; returns what cancels that."""
+        ...
+
 
 class MonotonicClock:
     """The machine's own monotonic clock."""
@@ -32,6 +37,10 @@ class MonotonicClock:
     async def sleep(self, seconds: float) -> None:
         """Sleep on the running event loop."""
         await asyncio.sleep(seconds)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
+        """As the running event loop does it."""
+        return asyncio.get_running_loop().call_later(seconds, callback).cancel
 
 
 class Offload(Protocol):
@@ -60,16 +69,70 @@ class Inline:
 inline = Inline()
 
 
-async def wait_or_sleep(clock: Clock, seconds: float, *events: asyncio.Event) -> bool:
-    """Wait until one of ``events`` is set, at most ``seconds`` on ``clock``; whether one is set."""
-    if any(event.is_set() for event in events):
-        return True
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    waits.append(asyncio.ensure_future(clock.sleep(seconds)))  # type: ignore[arg-type]
+class Flag:
+    """Set once, and wakes whoever waits then. Used on the loop's thread.
+
+    An ``asyncio.Event`` of which several can be waited for without a task for each.
+    """
+
+    __slots__ = ("_set", "_waiting")
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiting: dict[asyncio.Future[None], None] = {}  # in a fixed order, unlike a set
+
+    def is_set(self) -> bool:
+        """Whether ``set`` has been called."""
+        return self._set
+
+    def set(self) -> None:
+        """Wake all who wait, now and from now on."""
+        self._set = True
+        for waiting in self._waiting:
+            _wake(waiting)
+        self._waiting.clear()
+
+    async def wait(self) -> None:
+        """Return when it is set."""
+        await wait_any(self)
+
+    def add(self, waiting: asyncio.Future[None]) -> None:
+        """Complete ``waiting`` when it is set."""
+        self._waiting[waiting] = None
+
+    def remove(self, waiting: asyncio.Future[None]) -> None:
+        """No more."""
+        self._waiting.pop(waiting, None)
+
+
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
+
+
+async def wait_any(*flags: Flag) -> None:
+    """Return when one of ``flags`` is set."""
+    if not any(flag.is_set() for flag in flags):
+        await _wait(asyncio.get_running_loop().create_future(), flags)
+
+
+async def wait_or_sleep(clock: Clock, seconds: float, *flags: Flag) -> bool:
+    """Wait until one of ``flags`` is set, at most ``seconds`` on ``clock``; whether one is set."""
+    if not any(flag.is_set() for flag in flags):
+        waiting = asyncio.get_running_loop().create_future()
+        cancel = clock.call_later(seconds, partial(_wake, waiting))
+        try:
+            await _wait(waiting, flags)
+        finally:
+            cancel()
+    return any(flag.is_set() for flag in flags)
+
+
+async def _wait(waiting: asyncio.Future[None], flags: tuple[Flag, ...]) -> None:
+    for flag in flags:
+        flag.add(waiting)
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await waiting
     finally:
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
-    return any(event.is_set() for event in events)
+        for flag in flags:
+            flag.remove(waiting)

@@ -8,7 +8,7 @@ from gradientmail.algorithm.outer import apply_update
 from gradientmail.attendance import explain_silence
 from gradientmail.backend.base import Backend, Parameters
 from gradientmail.buffers import PAGE
-from gradientmail.clock import Clock, Offload
+from gradientmail.clock import Clock, Offload, wait_any
 from gradientmail.collecting import judge
 from gradientmail.deltas import Delta, make_delta
 from gradientmail.errors import PayloadCorrupt, ProtocolError
@@ -81,7 +81,7 @@ class Courier:
                 self._announce(handoff.events.popleft())
             self._watch.seek("learner", handoff.waits_for)
             self._report(handoff)
-            await _either(woken, changed)
+            await wait_any(woken, changed)
 
     def _report(self, handoff: Handoff) -> None:
         """Tell the learner what changes when it publishes: who lives, who has published."""
@@ -117,7 +117,7 @@ class Courier:
                 if number < self._watch.next_round:
                     deltas.pop(number, None)
             await self._prepare_blank(self._posted)
-            await _either(woken, changed)
+            await wait_any(woken, changed)
 
     async def _publish_once(self, outgoing: Outgoing) -> None:
         """Publish a snapshot, unless it is the last one again: Ctrl-C came while it was posted."""
@@ -352,13 +352,3 @@ class Courier:
             self._exchange.take,
         )
         return buffer
-
-
-async def _either(*events: asyncio.Event) -> None:
-    """Return when one of the events is set."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()

@@ -8,10 +8,9 @@ gone or stale, or when no record has come for the takeover timeout on its own cl
 Claims only save work: two nodes that both close a round do no harm, since the record decides.
 """
 
-import asyncio
 from collections.abc import Callable
 
-from gradientmail.clock import Clock, wait_or_sleep
+from gradientmail.clock import Clock, Flag, wait_or_sleep
 from gradientmail.events import Event, RoundClaimed, TookOver
 from gradientmail.exchange.exchange import Exchange
 from gradientmail.watch import Watch
@@ -27,7 +26,7 @@ class Election:
         clock: Clock,
         *,
         learner: str,
-        stopping: asyncio.Event,
+        stopping: Flag,
         announce: Callable[[Event], None],
     ) -> None:
         """``stopping`` ends the wait for a round."""

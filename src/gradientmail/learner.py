@@ -141,6 +141,10 @@ class Learner:
         if self.local_step >= self._act_at or self._handoff.news:
             self._act()
 
+    def steps_to_count(self) -> float:
+        """Steps, the last one included, until ``step`` does more than count unless news come."""
+        return max(self._act_at - self.local_step, 1)
+
     def _act(self) -> None:
         self._send()
         self.take_news()
@@ -330,10 +334,14 @@ class Learner:
         sent = (at for number, at in self._published if number > self.rounds_seen)
         return min(sent, default=NEVER) + overlap_steps
 
+    def is_ahead(self, overlap_steps: int) -> bool:
+        """Whether a round published so many steps ago, or more, is not aligned with yet."""
+        return self.local_step >= self._waits_at(overlap_steps)
+
     def _wait_for_overlap(self, overlap_steps: int) -> None:
         """Wait while a round published ``overlap_steps`` or more steps ago is not aligned with."""
         try:
-            while self.local_step >= self._waits_at(overlap_steps):
+            while self.is_ahead(overlap_steps):
                 began = self._now()
                 self._handoff.wait(1.0)
                 self._waited += self._now() - began

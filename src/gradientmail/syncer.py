@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from gradientmail.attendance import Waiting, round_waits
 from gradientmail.backend.base import Backend
-from gradientmail.clock import Clock, Offload, wait_or_sleep
+from gradientmail.clock import Clock, Flag, Offload, wait_or_sleep
 from gradientmail.collecting import Collector, take_new
 from gradientmail.committing import Closing, Committer
 from gradientmail.election import Election
@@ -82,7 +82,7 @@ class Syncer:
         self._offload = offload
         self._announce = announce
         self._committer = Committer(run, exchange, backend=backend, offload=offload)
-        self._stopping = asyncio.Event()
+        self._stopping = Flag()
         self._election = Election(
             exchange, watch, clock, learner=learner, stopping=self._stopping, announce=announce
         )
@@ -247,7 +247,7 @@ class Syncer:
         del state
         if blanks.overflowed:
             self._announce(ParametersOutOfRange(round=number, tensors=blanks.overflowed))
-        enough = asyncio.Event()
+        enough = Flag()
         early = asyncio.ensure_future(self._fill(number + 1, enough))
         try:
             estimates = self._estimates(closing)
@@ -276,7 +276,7 @@ class Syncer:
             enough.set()
             await asyncio.gather(early, return_exceptions=True)
 
-    async def _fill(self, number: int, enough: asyncio.Event) -> None:
+    async def _fill(self, number: int, enough: Flag) -> None:
         """Take in the snapshots of a round, until ``enough``, while the one before it commits."""
         collector = self._collector(number)
         self._watch.seek("syncer, next round", number)

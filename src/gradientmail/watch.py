@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from gradientmail.attendance import Attendance
-from gradientmail.clock import Clock, wait_or_sleep
+from gradientmail.clock import Clock, Flag, wait_or_sleep
 from gradientmail.errors import ProtocolError
 from gradientmail.events import (
     Event,
@@ -42,15 +42,15 @@ class Signal:
     """Wakes everyone who waits, again and again."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._event = Flag()
 
     def set(self) -> None:
         """Wake those who hold the current ``next``."""
-        event, self._event = self._event, asyncio.Event()
+        event, self._event = self._event, Flag()
         event.set()
 
     @property
-    def next(self) -> asyncio.Event:
+    def next(self) -> Flag:
         """An event that the next ``set`` sets. Take it before looking at what may change."""
         return self._event
 

@@ -115,14 +115,60 @@ class VirtualClock:
         if not 0 < rate < math.inf:
             raise ValueError(f"a clock's rate must be positive and finite, got {rate!r}")
         self.rate = rate
+        self._paused = False
+        self._over: list[_Timer] = []
 
     def now(self) -> float:
         """Seconds on this clock; 0 when the loop was made."""
         return asyncio.get_running_loop().time() * self.rate
 
+    def pause(self) -> None:
+        """Let no sleep end until ``resume``, as for a process that is stopped; time goes on."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Let all sleeps end that are over."""
+        self._paused = False
+        for timer in self._over:
+            asyncio.get_running_loop().call_soon(timer.ring)
+        self._over.clear()
+
     async def sleep(self, seconds: float) -> None:
         """Return after ``seconds`` on this clock."""
-        await asyncio.sleep(seconds / self.rate)
+        waiting = asyncio.get_running_loop().create_future()
+        cancel = self.call_later(seconds, lambda: waiting.done() or waiting.set_result(None))
+        try:
+            await waiting
+        finally:
+            cancel()
+
+    def call_later(self, seconds: float, callback: Callable[[], object]) -> Callable[[], None]:
+        """Call ``callback`` in ``seconds`` on this clock; returns what cancels that."""
+        timer = _Timer(self, callback)
+        timer.handle = asyncio.get_running_loop().call_later(seconds / self.rate, timer.ring)
+        return timer.cancel
+
+
+class _Timer:
+    """One timer of a clock that may be stopped when it rings."""
+
+    __slots__ = ("_callback", "_clock", "handle")
+
+    handle: asyncio.TimerHandle
+
+    def __init__(self, clock: VirtualClock, callback: Callable[[], object]) -> None:
+        self._clock = clock
+        self._callback: Callable[[], object] | None = callback
+
+    def ring(self) -> None:
+        if self._clock._paused:
+            self._clock._over.append(self)
+        elif self._callback is not None:
+            self._callback()
+
+    def cancel(self) -> None:
+        self._callback = None
+        self.handle.cancel()
 
 
 def run_virtual[T](

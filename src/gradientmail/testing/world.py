@@ -1,4 +1,4 @@
-"""A world of nodes in one thread, under virtual time, over one simulated store.
+"""Nodes in one thread, under virtual time, over one simulated store.
 
 Each node is the real loop half (courier, syncer, watch, lease) and the real learner; only the
 threads and the training are simulated: a step is a pause on the node's clock and a change of a
@@ -6,21 +6,26 @@ small model. The same seed gives the same history.
 """
 
 import asyncio
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
+from typing import override
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.backend import backend_for
+from gradientmail.backend.base import Backend
 from gradientmail.buffers import BufferPool
-from gradientmail.clock import inline
+from gradientmail.clock import inline, wait_or_sleep
 from gradientmail.events import Event
 from gradientmail.handoff import Handoff
 from gradientmail.learner import Learner
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.node import Node, Settings, planned
 from gradientmail.run import arrays_over
+from gradientmail.testing.vector import Vector, VectorBackend
 from gradientmail.testing.virtual_time import VirtualClock
+from gradientmail.watch import Signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +33,24 @@ class Training:
     """How a simulated node trains."""
 
     model: object
-    """What a session takes."""
+    """What a session takes, or a ``Vector``."""
     change: Callable[[object, int], None]
     """``change(model, local_step)``: one optimizer step."""
     step_seconds: float = 1.0
     samples: int = 8
+    steps_at_once: int = 1
+    """Up to so many steps that only count pass on one timer; seen from outside, late."""
+
+
+class _NoticingHandoff(Handoff):
+    """Also tells a simulated training thread, which waits on the loop instead of on a lock."""
+
+    noticed: Signal
+
+    @override
+    def tell(self) -> None:
+        Handoff.tell(self)
+        self.noticed.set()
 
 
 @dataclass(slots=True)
@@ -46,25 +64,32 @@ class SimulatedNode:
     seed: int = 0
     clock: VirtualClock = field(default_factory=VirtualClock)
     events: list[Event] = field(default_factory=list)
+    announce: Callable[[Event], None] | None = None
+    """Called with every event; None keeps them in ``events``."""
     node: Node = field(init=False)
     handoff: Handoff = field(init=False)
     learner: Learner = field(init=False)
+    _news: Signal = field(default_factory=Signal)
+    _stepped_at: float = 0.0
 
     async def join(self) -> None:
         """As constructing a session does; raises what that raises."""
-        backend = backend_for(self.training.model)
-        parameters = backend.bind(self.training.model)
+        model = self.training.model
+        backend: Backend = VectorBackend() if isinstance(model, Vector) else backend_for(model)
+        parameters = backend.bind(model)
         pool = BufferPool()
-        self.handoff = Handoff(wake=self._wake)
+        handoff = _NoticingHandoff(wake=self._wake)
+        handoff.noticed = self._news
+        self.handoff = handoff
         self.node = Node(
             self.mailbox,
             self.settings,
-            self.handoff,
+            handoff,
             clock=self.clock,
             random=Random(self.seed),
             offload=inline,
             take=pool.take,
-            announce=self.events.append,
+            announce=self.announce or self.events.append,
         )
         schema = parameters.schema
         fragments = planned(schema, self.algorithm)
@@ -86,20 +111,54 @@ class SimulatedNode:
             versions,
             learner=self.settings.learner,
             rounds_seen=seen,
-            algorithm=self.algorithm,
+            # Its waiting would stop the only thread there is; ``train`` waits instead.
+            algorithm=replace(self.algorithm, overlap_steps=None),
             schedule=run.schedule,
             handoff=self.handoff,
             make_blank=courier.make_blank,
             poll_interval=self.settings.poll_interval,
-            now=self.clock.now,
+            now=lambda: self._stepped_at,
         )
 
     async def train(self, steps: int) -> None:
         """Take so many steps, each ``step_seconds`` on this node's clock."""
-        for _ in range(steps):
-            await self.clock.sleep(self.training.step_seconds)
-            self.training.change(self.training.model, self.learner.local_step)
-            self.learner.step(self.training.samples)
+        seconds, learner = self.training.step_seconds, self.learner
+        while steps > 0:
+            began = self.clock.now()
+            count = int(min(steps, learner.steps_to_count(), self.training.steps_at_once))
+            if count > 1:
+                count = await self._pass(count)
+            else:
+                await self.clock.sleep(seconds)
+            for left in reversed(range(count)):
+                self._stepped_at = (
+                    self.clock.now() if not left else began + (count - left) * seconds
+                )
+                self.training.change(self.training.model, learner.local_step)
+                learner.step(self.training.samples)
+            steps -= count
+            await self._wait_for_overlap()
+
+    async def _pass(self, steps: int) -> int:
+        """Let time pass for so many steps, or fewer when news come: to the end of that step."""
+        seconds, began = self.training.step_seconds, self.clock.now()
+        if not self.handoff.news:
+            await wait_or_sleep(self.clock, steps * seconds, self._news.next)
+        passed = self.clock.now() - began
+        count = min(max(math.ceil(passed / seconds - 1e-9), 1), steps)
+        left = count * seconds - passed
+        if left > 0:
+            await self.clock.sleep(left)
+        return count
+
+    async def _wait_for_overlap(self) -> None:
+        """As the learner waits in a step, if the algorithm has ``overlap_steps``."""
+        overlap = self.algorithm.overlap_steps
+        while overlap is not None and self.learner.is_ahead(overlap):
+            if not self.handoff.news:
+                await self._news.next.wait()
+            self.learner.take_news()
+            self.handoff.news = True  # so that the next step looks again at what is due
 
     async def close(self, *, patience: float = 600.0) -> tuple[int, ...]:
         """Leave as a clean exit does; the rounds in flight that did not commit in time."""
