@@ -225,7 +225,7 @@ class Watch:
             await self.refresh_leases()
         await self._tell_who_is_missing()
         sought = {number for number in self._sought.values() if number is not None}
-        for number in sought:
+        for number in sorted(sought):
             await self._poll_snapshots(number)
 
     async def _tell_who_is_missing(self) -> None:

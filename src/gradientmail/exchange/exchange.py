@@ -10,6 +10,7 @@ nothing is downloaded twice and two users of one version share one buffer.
 
 import asyncio
 from collections.abc import Buffer, Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from weakref import WeakValueDictionary
 
 from gradientmail.buffers import Shown
@@ -168,7 +169,7 @@ class Exchange:
 
         ``ProtocolError`` naming the key when what is there is not the record of this round.
         """
-        return await self._record(layout.round_key(number), ROUND_LIMIT, RoundRecord.from_bytes)
+        return await self._record(layout.round_key(number), ROUND_LIMIT, _round_record)
 
     async def _record[R](self, key: str, limit: int, decode: Callable[[Buffer], R]) -> R | None:
         data = await get_at_most(self.mailbox, key, limit)
@@ -253,6 +254,16 @@ class Exchange:
         found = tuple(keys)
         if found:
             await self.mailbox.delete(found)
+
+
+def _round_record(data: Buffer) -> RoundRecord:
+    return _shared_record(data) if isinstance(data, bytes) else RoundRecord.from_bytes(data)
+
+
+@lru_cache(maxsize=8)
+def _shared_record(data: bytes) -> RoundRecord:
+    """Nodes of one process read the same records, which may list a thousand participants."""
+    return RoundRecord.from_bytes(data)
 
 
 def _learner_of(claim: Buffer) -> str | None:
