@@ -153,19 +153,28 @@ class SimulatedNode:
 
     async def _wait_for_overlap(self) -> None:
         """As the learner waits in a step, if the algorithm has ``overlap_steps``."""
-        overlap = self.algorithm.overlap_steps
+        overlap, waited = self.algorithm.overlap_steps, False
         while overlap is not None and self.learner.is_ahead(overlap):
+            waited = True
             if not self.handoff.news:
                 await self._news.next.wait()
             self.learner.take_news()
+        if waited:
             self.handoff.news = True  # so that the next step looks again at what is due
 
     async def close(self, *, patience: float = 600.0) -> tuple[int, ...]:
         """Leave as a clean exit does; the rounds in flight that did not commit in time."""
         ends = self.clock.now() + patience
-        while self.learner.in_flight() and self.clock.now() < ends:
+        learner = self.learner
+        left = len(learner._versions) if self.algorithm.flush_on_close else 0
+        while self.clock.now() < ends:
+            while left and learner.local_step >= learner._final_due():
+                learner._publish(final=True)
+                left -= 1
+            if not learner.in_flight():
+                break
             await self.clock.sleep(self.settings.poll_interval)
-            self.learner.take_news()
+            learner.take_news()
         missed = self.learner.in_flight()
         assert self.node.courier is not None
         if not missed:

@@ -1,0 +1,128 @@
+"""What happens to the nodes of a simulated world: drawn from a seed, or written down.
+
+A plan is a value: the same plan gives the same history, on every machine.
+"""
+
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.testing.simulated import Connection
+
+type FaultKind = Literal[
+    "crash", "pause", "partition", "outage", "leave", "twin", "vandal", "not_finite"
+]
+FAULT_KINDS: tuple[FaultKind, ...] = (
+    "crash",
+    "pause",
+    "partition",
+    "outage",
+    "leave",
+    "twin",
+    "vandal",
+    "not_finite",
+)
+
+
+PERFECT = Connection()
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that happens.
+
+    ``crash``: the node ends as by SIGKILL, and starts again ``seconds`` later. ``pause``: it is
+    stopped for so long, and wakes up late. ``partition``: it does not reach the store. ``outage``:
+    nobody does. ``leave``: it leaves cleanly and joins again. ``twin``: another process with its id
+    joins, which replaces it. ``vandal``: somebody puts snapshots and other objects there that do
+    not belong. ``not_finite``: its parameters become NaN.
+    """
+
+    at_seconds: float
+    kind: FaultKind
+    node: int
+    seconds: float = 10.0
+    again: bool = True
+    """Whether the node comes back, after a crash or a leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """One call of one node goes wrong: its ``number``-th from 1, before or after the store acts."""
+
+    node: int
+    number: int
+    how: Literal["lost before", "lost after", "crash before", "crash after", "pause after"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """One node."""
+
+    name: str
+    joins_at: float = 0.0
+    step_seconds: float = 1.0
+    clock_rate: float = 1.0
+    connection: Connection = PERFECT
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A world's whole life: faults for ``seconds``, then calm, quiet, and the end."""
+
+    algorithm: DiLoCo
+    nodes: tuple[NodePlan, ...]
+    faults: tuple[Fault, ...] = ()
+    strikes: tuple[Strike, ...] = ()
+    seconds: float = 60.0
+    seed: int = 0
+    poll_interval: float = 0.5
+    lease_every: float = 3.0
+    lease_timeout: float = 9.0
+
+
+ALGORITHMS = (
+    DiLoCo(sync_every=4, fragments=2),
+    DiLoCo(sync_every=6, fragments=3, quorum_size=2),
+    DiLoCo(sync_every=6, fragments=2, in_flight=1, quorum_size=3),
+    DiLoCo(sync_every=5, fragments=2, mixing=0.5, quorum_size=2),
+    DiLoCo(sync_every=4, fragments=2, overlap_steps=0),
+    DiLoCo(sync_every=6, fragments=3, in_flight=3, overlap_steps=2, quorum_size=2),
+    DiLoCo(sync_every=3, fragments=1, in_flight=1, flush_on_close=True),
+)
+
+
+def random_plan(seed: int) -> Plan:
+    """The plan of a seed: 1 to 4 nodes, up to 6 faults in a minute or two."""
+    random = Random(f"plan {seed}")
+    count = random.choice((1, 2, 2, 3, 3, 4))
+    seconds = random.choice((40.0, 80.0))
+    link = Connection(
+        latency_seconds=random.choice((0.0, 0.05, 0.4)),
+        jitter_seconds=random.choice((0.0, 0.1, 1.0)),
+        bytes_per_second=random.choice((float("inf"), 2000.0)),
+        failures=random.choice((0.0, 0.0, 0.1)),
+        timeout_seconds=2.0,
+    )
+    nodes = tuple(
+        NodePlan(
+            name=f"n{number}",
+            joins_at=0.0 if number == 0 else random.choice((0.0, 0.3, 15.0)),
+            step_seconds=random.choice((0.5, 1.0, 1.0, 3.0)),
+            clock_rate=random.choice((0.9, 1.0, 1.0, 1.1)),
+            connection=link,
+        )
+        for number in range(count)
+    )
+    faults = tuple(
+        Fault(
+            at_seconds=round(random.uniform(0.0, seconds), 3),
+            kind=random.choice(FAULT_KINDS),
+            node=random.randrange(count),
+            seconds=random.choice((0.2, 5.0, 15.0, 40.0)),
+            again=random.random() < 0.8,
+        )
+        for _ in range(random.randrange(7))
+    )
+    return Plan(random.choice(ALGORITHMS), nodes, faults, seconds=seconds, seed=seed)

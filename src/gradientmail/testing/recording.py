@@ -1,0 +1,296 @@
+"""A store that knows the protocol: it checks every write and delete against what a run may do.
+
+All invariants of ``gradientmail.verification`` are checked at the moment of each commit, with the
+deltas still there, and beside them those that only a witness can see: who comes before whom, and
+that nothing is deleted while somebody may need it.
+"""
+
+import hashlib
+import math
+from collections.abc import Buffer, Callable, Coroutine, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, override
+
+from gradientmail.algorithm.precision import QUANTIZED
+from gradientmail.backend.base import Backend
+from gradientmail.collecting import judge
+from gradientmail.errors import ProtocolError
+from gradientmail.exchange import layout
+from gradientmail.exchange.layout import BlobKey
+from gradientmail.exchange.records import Manifest, RoundRecord, SnapshotRecord
+from gradientmail.mailbox.memory import MemoryMailbox
+from gradientmail.run import Run, read_run
+from gradientmail.sweeping import stale
+from gradientmail.verification import INVARIANTS, Violation
+from gradientmail.verification.arithmetic import State
+from gradientmail.verification.commits import Commits
+from gradientmail.verification.reading import reading_exchange
+from gradientmail.verification.structure import (
+    MOST_BEATS,
+    leftover_violations,
+    record_violations,
+)
+
+WITNESSED: Mapping[str, str] = MappingProxyType(
+    dict(INVARIANTS)
+    | {
+        "order": "a record comes after all that it names; a claim follows the commit before it",
+        "deletes": "nothing is deleted that a node may still need",
+        "counts": "no step of a learner is counted in two commits of one fragment",
+        "anchors": "what a learner measures its delta from is a committed version, to the byte",
+        "told": "a node that says that it committed has committed",
+        "lives": "nobody is called lost while it lives and reaches the store",
+        "nodes": "a node ends with an error only when another process has its id",
+        "progress": "a round commits within the stated time whenever one node and the store live",
+        "convergence": "after quiet every live node holds the newest version of all fragments",
+        "tidy": "after quiet nothing is left that no node needs",
+    }
+)
+"""What a simulated world checks, by name."""
+
+
+class RecordingMailbox(MemoryMailbox):
+    """A store in memory that collects violations, and a hash of everything that happened."""
+
+    def __init__(self, *, backend: Backend, now: Callable[[], float]) -> None:
+        """``backend`` computes commits again; ``now`` is when, for the history."""
+        super().__init__()
+        self.violations: list[Violation] = []
+        self.records: list[RoundRecord] = []
+        """Every commit, in order."""
+        self.run: Run | None = None
+        self.most_objects = 0
+        self.operations = 0
+        """Writes and deletes that took effect."""
+        self.committed_at = 0.0
+        self._backend = backend
+        self._now = now
+        self._history = hashlib.sha256()
+        self._foreign: set[str] = set()
+        self._commits: Commits | None = None
+        self._states: dict[int, State | None] = {}
+        self._shared: set[str] = set()
+        self._counted: dict[tuple[str, int], int] = {}
+
+    @property
+    def history(self) -> str:
+        """A hash of all writes and deletes so far, with their times."""
+        return self._history.hexdigest()
+
+    @property
+    def objects(self) -> Mapping[str, bytes]:
+        """What is in the store now."""
+        return MappingProxyType(self._objects)
+
+    def plant(self, key: str, data: bytes) -> bool:
+        """Put an object there as somebody would who keeps to nothing; not if one is there."""
+        self._foreign.add(key)
+        return at_once(self.put_if_absent(key, data))
+
+    def share(self, learner: str) -> None:
+        """Several processes have this id, one after the other or at once: steps begin anew."""
+        self._shared.add(learner)
+
+    def tell(self, invariant: str, key: str, detail: str) -> None:
+        """Note a violation."""
+        assert invariant in WITNESSED, invariant
+        self.violations.append(Violation(invariant, key, f"{detail} (at {self._now():.3f} s)"))
+
+    # Every operation that changes something
+
+    @override
+    async def put_if_absent(self, key: str, data: Buffer, /) -> bool:
+        created = await super().put_if_absent(key, data)
+        if created:
+            self._note("put", key)
+            self.most_objects = max(self.most_objects, len(self._objects))
+            if key not in self._foreign:
+                self._created(key, self._objects[key])
+        return created
+
+    @override
+    async def delete(self, keys: Iterable[str], /) -> None:
+        wanted = tuple(keys)
+        for key in wanted:
+            if key in self._objects:
+                self._note("delete", key)
+                if key not in self._foreign:
+                    self._deleting(key)
+        await super().delete(wanted)
+
+    def _note(self, what: str, key: str) -> None:
+        self.operations += 1
+        self._history.update(f"{self._now():.9f} {what} {key}\n".encode())
+
+    def _created(self, key: str, data: bytes) -> None:
+        if (number := layout.parse_round_key(key)) is not None:
+            self._commit(number, key, data)
+        elif (snapshot := layout.parse_snapshot_key(key)) is not None:
+            self._snapshot(*snapshot, key, data)
+        elif (blob := layout.parse_blob_key(key)) is not None:
+            if hashlib.sha256(data).hexdigest() != blob.sha256:
+                self.tell("payloads", key, "its bytes do not hash to its key")
+        elif (claim := layout.parse_claim_key(key)) is not None:
+            self._claim(*claim, key)
+        elif (beat := layout.parse_beat_key(key)) is not None:
+            beats = sum(other.startswith(layout.beats_prefix(beat[0])) for other in self._objects)
+            if beats > MOST_BEATS:
+                self.tell("leases", key, f"{beats} beats")
+        elif key == layout.MANIFEST:
+            self._manifest(data)
+        else:
+            self.tell("order", key, "no node writes such an object")
+
+    # What may come when
+
+    def _manifest(self, data: bytes) -> None:
+        self.run = read_run(Manifest.from_bytes(data))
+        exchange = reading_exchange(self)
+        self._commits = Commits(self.run, exchange, self._backend, self._tell_again)
+        for fragment in self.run.fragments:
+            self._states[fragment.index] = at_once(self._commits.initial(fragment))
+
+    def _claim(self, number: int | None, attempt: int, key: str) -> None:
+        if number is not None and number > len(self.records):
+            self.tell("order", key, f"claimed before round {number - 1} is committed")
+        if attempt > 1 and layout.claim_key(number, attempt - 1) not in self._objects:
+            late = number is not None and number < len(self.records)
+            if not late:  # then the earlier ones were swept
+                self.tell("order", key, "the claim before it is not there")
+
+    def _snapshot(self, number: int, learner: str, key: str, data: bytes) -> None:
+        record = SnapshotRecord.from_bytes(data)
+        if number < len(self.records):
+            return  # late: nobody will look at it
+        stored = self._objects.get(record.payload.key)
+        if stored is None:
+            self.tell("order", key, "its payload is not there yet")
+        elif not self._is_finite(stored, number):
+            self.tell("snapshots", key, "its delta is not finite")
+        if record.rounds_seen >= len(self.records):
+            self.tell("anchors", key, f"has seen round {record.rounds_seen}, not committed yet")
+        if self.run is not None and record.steps and learner not in self._shared:
+            fragment = self.run.schedule.fragment(number)
+            counted = self._counted.get((learner, fragment), 0)
+            if not 0 < record.steps <= record.local_step - counted:
+                self.tell(
+                    "counts",
+                    key,
+                    f"{record.steps} steps at local step {record.local_step}, though those up to "
+                    f"{counted} are in a commit",
+                )
+
+    def _is_finite(self, payload: bytes, number: int) -> bool:
+        """Whether a delta of F32, F16 or BF16 tensors is finite; others cannot say it."""
+        run = self.run
+        if run is None or run.algorithm.delta_dtype in QUANTIZED:
+            return True
+        delta = run.fragments[run.schedule.fragment(number)].delta
+        view = memoryview(payload)
+        return payload[:4] == b"\x28\xb5\x2f\xfd" or all(
+            math.isfinite(
+                self._backend.sum_of_squares(
+                    self._backend.array(view[slot.start : slot.stop], slot.dtype, slot.shape)
+                )
+            )
+            for slot in delta.check(view).values()
+        )
+
+    def _commit(self, number: int, key: str, data: bytes) -> None:
+        if number != len(self.records) or self.run is None or self._commits is None:
+            self.tell("records", key, f"round {len(self.records)} comes next")
+            return
+        record = RoundRecord.from_bytes(data)
+        for violation in record_violations(self.run, number, record):
+            self._tell_again(violation)
+        fragment = self.run.schedule.fragment(number)
+        for one in record.participants:
+            self._counted[one.learner, fragment] = one.local_step
+            self._hash_delta(number, one.learner)
+        for ref in record.payloads:
+            if ref.key not in self._objects:
+                self.tell("order", key, f"{ref.key} is not there yet")
+        old = self._states.get(fragment)
+        self._states[fragment] = at_once(self._commits.check(record, old, complete=True))
+        self.records.append(record)
+        self.committed_at = self._now()
+        last, fragments = number, len(self.run.fragments)
+        for violation in leftover_violations(self._objects, last, fragments):
+            self._tell_again(violation)
+
+    def _hash_delta(self, number: int, learner: str) -> None:
+        """Without the exchange's own check, which may be what is broken."""
+        key = layout.snapshot_key(number, learner)
+        try:
+            ref = SnapshotRecord.from_bytes(self._objects.get(key, b"")).payload
+        except ProtocolError as error:
+            self.tell("snapshots", key, str(error))
+            return
+        if hashlib.sha256(self._objects.get(ref.key, b"")).hexdigest() != ref.sha256:
+            self.tell("snapshots", ref.key, "is not what its record says")
+
+    def leftovers(self) -> list[str]:
+        """What is there and no node needs; vandals' objects too."""
+        if self.run is None:
+            return []
+        fragments, last = len(self.run.fragments), len(self.records) - 1
+        return [key for key in self._objects if stale(key, last, fragments)]
+
+    # What may go when
+
+    def _deleting(self, key: str) -> None:
+        reason = self._why_needed(key)
+        if reason is not None:
+            self.tell("deletes", key, reason)
+
+    def _why_needed(self, key: str) -> str | None:
+        if key == layout.MANIFEST or layout.parse_round_key(key) is not None:
+            return "it is kept for good"
+        last = len(self.records) - 1
+        if (snapshot := layout.parse_snapshot_key(key)) is not None:
+            open_ = snapshot[0] > last and self._counts(key, snapshot[0])
+            return "its round is open and it counts" if open_ else None
+        if (claim := layout.parse_claim_key(key)) is not None:
+            return "its round is open" if claim[0] is None or claim[0] > last else None
+        if (blob := layout.parse_blob_key(key)) is not None:
+            return self._why_payload_needed(key, blob, last)
+        return None
+
+    def _why_payload_needed(self, key: str, blob: BlobKey, last: int) -> str | None:
+        run = self.run
+        if run is None:
+            return "the run is being created"
+        if blob.kind == "init":
+            used = key in {ref.key for ref in run.manifest.init}
+            return "the run begins with it" if used else None
+        if blob.index > last:
+            return "its round is open"
+        if blob.kind == "snapshot" or blob.index <= last - 2 * len(run.fragments):
+            return None
+        used = key in {ref.key for ref in self.records[blob.index].payloads}
+        return "its version may still be read" if used else None
+
+    def _counts(self, key: str, number: int) -> bool:
+        """Whether a snapshot can be merged; its learner may replace one that cannot."""
+        run = self.run
+        try:
+            record = SnapshotRecord.from_bytes(self._objects[key])
+        except ProtocolError:
+            return False
+        if run is None or record.payload.key not in self._objects:
+            return False
+        version = run.schedule.version(number) - 1
+        return judge(record, digest=run.digest, base_version=version) is None
+
+    def _tell_again(self, violation: Violation) -> None:
+        self.tell(violation.invariant, violation.key, violation.detail)
+
+
+def at_once[T](work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as stop:
+        return stop.value
+    work.close()
+    raise RuntimeError(f"{work.__qualname__} waits for something")

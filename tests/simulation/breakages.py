@@ -1,0 +1,413 @@
+"""The protocol, broken on purpose in one place at a time.
+
+Each breakage is a patch of the shipped code, a plan under which it matters, and the invariant that
+must tell. ``test_breakages.py`` runs them all.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from gradientmail import collecting, deltas, syncer
+from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.collecting import Collector
+from gradientmail.committing import Committer, Held
+from gradientmail.election import Election
+from gradientmail.exchange import exchange as exchange_module
+from gradientmail.exchange import layout
+from gradientmail.exchange.exchange import Exchange, Payload
+from gradientmail.exchange.lease import Lease, LeaseBook
+from gradientmail.exchange.records import RoundRecord
+from gradientmail.learner import Learner
+from gradientmail.syncer import Syncer
+from gradientmail.testing.plans import Fault, NodePlan, Plan
+from gradientmail.testing.simulated import Connection
+
+type Patch = Callable[[pytest.MonkeyPatch], None]
+
+LINK = Connection(latency_seconds=0.2, jitter_seconds=0.3)
+TWO = DiLoCo(sync_every=4, fragments=2, quorum_size=2)
+FAST = DiLoCo(sync_every=4, fragments=2)
+
+
+def plan(
+    algorithm: DiLoCo = FAST, nodes: int = 2, *faults: Fault, seconds: float = 40.0, **how: Any
+) -> Plan:
+    """A short life of a few nodes."""
+    names = tuple(NodePlan(f"n{number}", connection=LINK) for number in range(nodes))
+    return replace(Plan(algorithm, names, faults, seconds=seconds), **how)
+
+
+VANDALS = tuple(Fault(at, "vandal", 0) for at in (3.0, 5.0, 8.0, 12.0, 15.0, 18.0, 21.0, 24.0))
+
+
+@dataclass(frozen=True)
+class Breakage:
+    """One thing done wrong."""
+
+    name: str
+    patch: Patch
+    told_by: str
+    """The invariant that must tell."""
+    plan: Plan
+
+
+def commits_over_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def commit(self: Exchange, record: RoundRecord) -> RoundRecord:
+        await self.mailbox.delete([layout.round_key(record.round)])
+        await self.mailbox.put_if_absent(layout.round_key(record.round), record.to_bytes())
+        return record
+
+    monkeypatch.setattr(Exchange, "commit", commit)
+
+
+def sweeps_a_round_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = syncer.sweep_thoroughly
+
+    async def early(exchange: Exchange, number: int, fragments: int) -> None:
+        await whole(exchange, number + 1, fragments)
+
+    monkeypatch.setattr(syncer, "sweep_thoroughly", early)
+
+
+def sweeps_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = syncer.known_keys
+
+    def more(number: int, *, expired: RoundRecord | None, **rest: Any) -> list[str]:
+        keys = known(number, expired=expired, **rest)
+        if expired is not None:
+            keys += [layout.round_blob_key(number - 2, "0" * 64, ".safetensors")]
+        return keys
+
+    monkeypatch.setattr(syncer, "known_keys", more)
+    monkeypatch.setattr(
+        syncer.Syncer,
+        "_sweep",
+        _sweep_with_history(syncer.Syncer._sweep),
+    )
+
+
+def _sweep_with_history(whole: Any) -> Any:
+    async def sweep(self: Syncer, closing: Any) -> None:
+        number = closing.collector.number
+        before = self._watch.progress.history.get(number - len(self._run.fragments))
+        if before is not None:
+            await self._exchange.delete([ref.key for ref in before.payloads])
+        await whole(self, closing)
+
+    return sweep
+
+
+def sweeps_too_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def everything(exchange: Exchange, number: int, fragments: int) -> None:
+        del number, fragments
+        await exchange.delete(await exchange.keys(layout.SNAPSHOTS))
+
+    monkeypatch.setattr(syncer, "sweep_thoroughly", everything)
+
+
+def never_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(self: Syncer, closing: Any) -> None:
+        """Leave it all."""
+
+    async def not_thoroughly(exchange: Exchange, number: int, fragments: int) -> None:
+        """Leave it all."""
+
+    monkeypatch.setattr(Syncer, "_sweep", nothing)
+    monkeypatch.setattr(syncer, "sweep_thoroughly", not_thoroughly)
+
+
+def never_sweeps_thoroughly(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def not_thoroughly(exchange: Exchange, number: int, fragments: int) -> None:
+        """Leave what a crash left."""
+
+    monkeypatch.setattr(syncer, "sweep_thoroughly", not_thoroughly)
+
+
+def _accepts(reason: str) -> Patch:
+    whole = collecting.judge
+
+    def judge(record: Any, **how: Any) -> tuple[str, str] | None:
+        verdict = whole(record, **how)
+        return None if verdict is not None and verdict[0] == reason else verdict
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(collecting, "judge", judge)
+
+    return patch
+
+
+def counts_zero_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    _accepts("zero_steps")(monkeypatch)
+    whole = collecting.contribution_weight
+
+    def weight(tokens: int, steps: int) -> float:
+        return whole(tokens, steps) or 1.0
+
+    monkeypatch.setattr(collecting, "contribution_weight", weight)
+
+
+def counts_late_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Committer.upload
+
+    async def upload(self: Committer, closing: Any, *rest: Any) -> Any:
+        collector = closing.collector
+        for number, learner in await self._exchange.snapshots():
+            if number == collector.number and learner not in collector.accepted:
+                raw = await self._exchange.snapshot(number, learner)
+                if raw is not None:
+                    collector.accepted[learner] = collecting.SnapshotRecord.from_bytes(raw)
+        return await whole(self, closing, *rest)
+
+    monkeypatch.setattr(Committer, "upload", upload)
+
+
+def skips_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(stored: memoryview, ref: Any, payload_layout: Any, *rest: Any) -> Payload:
+        return Payload(ref, stored, payload_layout.check(stored))
+
+    monkeypatch.setattr(exchange_module, "_open", opened)
+
+
+def merges_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Collector._add
+
+    def add(self: Collector, payload: Payload, weight: float) -> bool:
+        whole(self, payload, weight)
+        return True
+
+    monkeypatch.setattr(Collector, "_add", add)
+
+
+def applies_a_delta_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Collector._add
+
+    def add(self: Collector, payload: Payload, weight: float) -> bool:
+        again = payload.ref.blob.learner == "n1"
+        return whole(self, payload, weight) and (not again or whole(self, payload, weight))
+
+    monkeypatch.setattr(Collector, "_add", add)
+
+
+def folds_its_own_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Collector._add
+
+    def add(self: Collector, payload: Payload, weight: float) -> bool:
+        own = self._exchange.deltas.get(self.number) is payload
+        return whole(self, payload, weight) and (not own or whole(self, payload, weight))
+
+    monkeypatch.setattr(Collector, "_add", add)
+
+
+def drops_momentum_on_takeover(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Syncer._hold_state
+
+    async def hold(self: Syncer, fragment: Any) -> None:
+        known = fragment.index in self._held
+        await whole(self, fragment)
+        held = self._held[fragment.index]
+        if not known:
+            self._held[fragment.index] = Held(held.version, held.theta, None)
+
+    monkeypatch.setattr(Syncer, "_hold_state", hold)
+
+
+def starts_from_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Syncer._hold_state
+
+    async def hold(self: Syncer, fragment: Any) -> None:
+        old = self._held.get(fragment.index)
+        await whole(self, fragment)
+        if old is not None and old.outer is not None:
+            self._held[fragment.index] = old
+
+    monkeypatch.setattr(Syncer, "_hold_state", hold)
+    monkeypatch.setattr(Syncer, "_attend", _attend_with_memory(Syncer._attend))
+
+
+def _attend_with_memory(whole: Any) -> Any:
+    async def attend(self: Syncer, number: int) -> None:
+        kept = dict(self._held)
+        await whole(self, number)
+        self._held = kept | self._held
+
+    return attend
+
+
+def adopts_without_comparing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys(record: RoundRecord) -> tuple[str, ...]:
+        del record
+        return ()
+
+    monkeypatch.setattr(syncer, "_payload_keys", keys)
+
+
+def trusts_stale_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    def live(self: LeaseBook, now: float) -> frozenset[str]:
+        del now
+        return self.listed()
+
+    monkeypatch.setattr(LeaseBook, "live", live)
+
+
+def trusts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def live(self: LeaseBook, now: float) -> frozenset[str]:
+        del self, now
+        return frozenset()
+
+    monkeypatch.setattr(LeaseBook, "live", live)
+
+
+def reuses_a_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def renew(self: Lease) -> bool:
+        return await self._put(self.beat)
+
+    monkeypatch.setattr(Lease, "renew", renew)
+
+
+def keeps_old_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def remove(self: Lease, numbers: Iterable[int]) -> None:
+        """Leave them."""
+
+    monkeypatch.setattr(Lease, "_remove", remove)
+
+
+def writes_the_record_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def store(self: Exchange, sealed: Any) -> Payload:
+        payload = self.hold(sealed.ref, sealed.buffer, sealed.layout)
+        data = bytes(sealed.stored)
+
+        async def later() -> None:
+            await asyncio.sleep(1.0)
+            await self.mailbox.put_if_absent(sealed.ref.key, data)
+
+        task = asyncio.ensure_future(later())
+        _running.add(task)
+        task.add_done_callback(_running.discard)
+        return payload
+
+    monkeypatch.setattr(Exchange, "store", store)
+
+
+_running: set[asyncio.Task[None]] = set()
+
+
+def claims_before_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Exchange.commit
+
+    async def commit(self: Exchange, record: RoundRecord) -> RoundRecord:
+        await self.claim(record.round + 1, 1, record.participants[0].learner)
+        return await whole(self, record)
+
+    monkeypatch.setattr(Exchange, "commit", commit)
+
+
+class Forgetful(str):
+    """An id that its owner does not recognize."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    __hash__ = str.__hash__
+
+
+def forgets_its_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Election.__init__
+
+    def init(self: Election, *what: Any, learner: str, **how: Any) -> None:
+        whole(self, *what, learner=Forgetful(learner), **how)
+
+    monkeypatch.setattr(Election, "__init__", init)
+
+
+def never_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(self: Election, *what: object, fresh: bool) -> None:
+        del self, what, fresh
+
+    monkeypatch.setattr(Election, "_reason", reason)
+
+
+def counts_steps_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Learner._align
+
+    def align(self: Learner, arrival: Any) -> None:
+        steps, tokens = list(self._base_steps), list(self._base_tokens)
+        whole(self, arrival)
+        self._base_steps, self._base_tokens = steps, tokens
+
+    monkeypatch.setattr(Learner, "_align", align)
+
+
+def measures_from_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Learner._align
+
+    def align(self: Learner, arrival: Any) -> None:
+        whole(self, arrival)
+        for name, row in self._versions[arrival.record.fragment].arrays.items():
+            row[0] += 1.0
+            del name
+
+    monkeypatch.setattr(Learner, "_align", align)
+
+
+def publishes_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Blind:
+        @staticmethod
+        def isfinite(value: float) -> bool:
+            del value
+            return True
+
+    monkeypatch.setattr(deltas, "math", Blind)
+
+
+def at(seconds: float, kind: Any, node: int, lasting: float = 10.0, **how: Any) -> Fault:
+    """A fault, shorter to write."""
+    return Fault(seconds, kind, node, lasting, **how)
+
+
+SOLO = replace(plan(FAST, 1, at(11.0, "crash", 0, 1.0), seconds=20.0), nodes=(NodePlan("n0"),))
+RACE = plan(
+    FAST,
+    3,
+    *(at(10.0 + 30 * n, "pause", n % 3, 25.0) for n in range(4)),
+    seconds=140.0,
+)
+TURNS = plan(FAST, 2, *(at(10.0 + 35 * n, "pause", n % 2, 25.0) for n in range(5)), seconds=180.0)
+TAKEOVER = plan(FAST, 2, at(13.3, "crash", 0, 5.0), at(30.0, "crash", 1, 5.0), seconds=60.0)
+GONE = plan(replace(TWO, quorum_size=3), 3, at(12.0, "crash", 2, 1.0, again=False), seconds=200.0)
+
+BREAKAGES = [
+    Breakage("commits without put-if-absent", commits_over_a_record, "told", RACE),
+    Breakage("sweeps one round too early", sweeps_a_round_early, "deletes", TAKEOVER),
+    Breakage("sweeps the version before", sweeps_the_version_before, "deletes", plan()),
+    Breakage("sweeps by too wide a prefix", sweeps_too_wide, "deletes", plan(TWO, seconds=60.0)),
+    Breakage("never sweeps", never_sweeps, "leftovers", plan()),
+    Breakage("never sweeps thoroughly", never_sweeps_thoroughly, "tidy", TAKEOVER),
+    Breakage("skips the base version", _accepts("stale"), "bases", plan(TWO, 2, *VANDALS)),
+    Breakage("skips the schema", _accepts("schema"), "bases", plan(TWO, 2, *VANDALS)),
+    Breakage("skips the zero-step check", counts_zero_steps, "bases", plan(TWO, 2, *VANDALS)),
+    Breakage("counts a late snapshot", counts_late_snapshots, "commits", plan(FAST, 4)),
+    Breakage("skips the hash", skips_the_hash, "snapshots", plan(TWO, 2, *VANDALS)),
+    Breakage("merges NaN", merges_what_is_not_finite, "commits", plan(TWO, 2, *VANDALS)),
+    Breakage("applies a delta twice", applies_a_delta_twice, "commits", plan(TWO)),
+    Breakage("folds its own delta twice", folds_its_own_twice, "commits", plan(TWO)),
+    Breakage("drops momentum on takeover", drops_momentum_on_takeover, "commits", TAKEOVER),
+    Breakage("keeps state from before", starts_from_the_version_before, "commits", TURNS),
+    Breakage("adopts without comparing", adopts_without_comparing, "told", RACE),
+    Breakage("trusts a stale lease for ever", trusts_stale_leases, "progress", GONE),
+    Breakage("trusts nobody", trusts_nobody, "lives", plan()),
+    Breakage("reuses a beat", reuses_a_beat, "lives", plan()),
+    Breakage("keeps old beats", keeps_old_beats, "leases", plan()),
+    Breakage("writes records before payloads", writes_the_record_first, "order", plan()),
+    Breakage("claims before it commits", claims_before_the_commit, "order", plan()),
+    Breakage("forgets its claim", forgets_its_claim, "progress", SOLO),
+    Breakage("never takes over", never_takes_over, "progress", TAKEOVER),
+    Breakage("counts steps again", counts_steps_again, "counts", plan()),
+    Breakage("moves its anchor", measures_from_its_own_parameters, "anchors", plan()),
+    Breakage("publishes NaN", publishes_nan, "snapshots", plan(TWO, 2, at(9.0, "not_finite", 1))),
+]
