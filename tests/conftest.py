@@ -20,7 +20,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Longer chaos runs (``tests/processes/test_chaos.py``)."""
+    """Longer chaos runs (``tests/processes/test_chaos.py``) and more simulated schedules."""
+    parser.addoption("--schedules", type=int, default=12, help="random schedules; 10000 for all")
     parser.addoption("--chaos-seconds", type=float, default=15.0, help="how long chaos lasts")
     parser.addoption("--chaos-seed", type=int, default=1, help="the seed of what happens in it")
 

@@ -315,7 +315,7 @@ class Syncer:
         keys = known_keys(
             number,
             claims=closing.claim,
-            snapshots=closing.collector.reported,
+            snapshots=sorted(closing.collector.reported),
             records=closing.collector.accepted.values(),
             expired=expired,
         )

@@ -127,7 +127,7 @@ class Life:
 
     def spoil(self) -> None:
         """Its parameters become NaN."""
-        if self.node is not None:
+        if self.node is not None and self._left < self._processes:
             model = self.node.training.model
             assert isinstance(model, Vector)
             for row in model.values.values():
@@ -140,7 +140,7 @@ class Life:
     async def leave(self) -> None:
         """Close cleanly."""
         self._left = self._processes
-        while self.alive():
+        if self._tasks:
             await asyncio.wait([self._tasks[-1]])
 
     # What it does
@@ -244,7 +244,7 @@ class Life:
             case LearnerLost(learner=learner) if self.fault_free:
                 if not self.own.connection.failures:
                     self.recording.tell("lives", learner, f"is lost to {self.own.name}")
-            case TookOver(previous=str(name)) if self.fault_free:
+            case TookOver(previous=str(name), reason="lease") if self.fault_free:
                 if any(
                     one.own.name == name and one.healthy_since is not None for one in self.peers
                 ):

@@ -47,13 +47,23 @@ class Fault:
     """Whether the node comes back, after a crash or a leave."""
 
 
+type How = Literal["lost before", "lost after", "crash before", "crash after", "pause after"]
+STRIKES: tuple[How, ...] = (
+    "lost before",
+    "lost after",
+    "crash before",
+    "crash after",
+    "pause after",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Strike:
     """One call of one node goes wrong: its ``number``-th from 1, before or after the store acts."""
 
     node: int
     number: int
-    how: Literal["lost before", "lost after", "crash before", "crash after", "pause after"]
+    how: How
 
 
 @dataclass(frozen=True, slots=True)

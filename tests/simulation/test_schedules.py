@@ -1,0 +1,138 @@
+"""Random and exhaustive schedules of faults: every invariant holds, and a seed repeats itself."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.testing.plans import (
+    ALGORITHMS,
+    FAULT_KINDS,
+    STRIKES,
+    Fault,
+    NodePlan,
+    Plan,
+    Strike,
+    random_plan,
+)
+from gradientmail.testing.schedules import main, simulate
+from gradientmail.testing.simulated import Connection
+
+SHORT = Plan(
+    DiLoCo(sync_every=2, fragments=2),
+    (NodePlan("n0", step_seconds=0.5), NodePlan("n1", joins_at=0.2, step_seconds=0.5)),
+    seconds=4.0,
+    lease_every=1.0,
+    lease_timeout=4.0,
+)
+"""Creates a run, closes some rounds, sweeps them."""
+CALLS = 60
+"""The calls of each node that single faults strike: creation, join, and several rounds."""
+
+
+@pytest.fixture
+def wanted(request: pytest.FixtureRequest) -> int:
+    """How many random schedules to run."""
+    return int(request.config.getoption("--schedules"))
+
+
+def test_random_schedules(wanted: int) -> None:
+    """A share of the 10,000; the whole of it: ``--schedules 10000``."""
+    said: list[str] = []
+    failed = main(["--count", str(wanted)], said.append)
+    print(*said)
+    assert failed == 0, "\n".join(said)
+
+
+def test_every_single_fault_of_a_short_run(wanted: int) -> None:
+    """Each call of each node: lost before or after it acts, a crash, a node that wakes up late.
+
+    Without ``--schedules`` every tenth of them, other ones for each kind of fault.
+    """
+    stride = 10 if wanted < 1000 else 1
+    failed: list[str] = []
+    count = 0
+    for node in range(2):
+        for kind, how in enumerate(STRIKES):
+            for number in range(1 + kind % stride, CALLS + 1, stride):
+                strike = Strike(node, number, how)
+                count += 1
+                found = simulate(replace(SHORT, strikes=(strike,))).violations
+                failed += [f"{strike}: {one}" for one in found[:1]]
+    print(f"{count} single faults")
+    assert failed == []
+
+
+def test_the_short_run_has_the_calls_that_single_faults_strike() -> None:
+    assert min(simulate(SHORT).calls[:2]) > CALLS
+
+
+faults = st.builds(
+    Fault,
+    at_seconds=st.floats(0.0, 40.0),
+    kind=st.sampled_from(FAULT_KINDS),
+    node=st.integers(0, 1),
+    seconds=st.sampled_from([0.1, 3.0, 12.0, 30.0]),
+    again=st.booleans(),
+)
+strikes = st.builds(
+    Strike, node=st.integers(0, 1), number=st.integers(1, 150), how=st.sampled_from(STRIKES)
+)
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    algorithm=st.sampled_from(ALGORITHMS),
+    link=st.builds(Connection, st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.5])),
+    rates=st.tuples(st.sampled_from([0.8, 1.0, 1.25]), st.sampled_from([0.8, 1.0, 1.25])),
+    faults=st.lists(faults, max_size=5),
+    strikes=st.lists(strikes, max_size=4),
+    seed=st.integers(0, 1000),
+)
+def test_schedules_that_shrink(
+    algorithm: DiLoCo,
+    link: Connection,
+    rates: tuple[float, float],
+    faults: list[Fault],
+    strikes: list[Strike],
+    seed: int,
+) -> None:
+    nodes = tuple(
+        NodePlan(f"n{number}", clock_rate=rate, connection=link)
+        for number, rate in enumerate(rates)
+    )
+    plan = Plan(algorithm, nodes, tuple(faults), tuple(strikes), seconds=40.0, seed=seed)
+    assert simulate(plan).violations == ()
+
+
+def test_the_same_seed_gives_the_same_history() -> None:
+    """In this process again, and in another one, whose strings hash otherwise."""
+    seed = 3
+    code = (
+        "from gradientmail.testing.plans import random_plan\n"
+        "from gradientmail.testing.schedules import simulate\n"
+        f"print(simulate(random_plan({seed})).history)"
+    )
+    command = [sys.executable, "-c", code]
+    other = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    first, second = simulate(random_plan(seed)), simulate(random_plan(seed))
+    assert first == second
+    assert first.history == other
+    assert simulate(random_plan(seed + 1)).history != first.history
+
+
+def test_a_failing_seed_is_one_line_to_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradientmail.exchange.lease import Lease
+
+    async def remove(self: Lease, numbers: object) -> None:
+        del self, numbers
+
+    monkeypatch.setattr(Lease, "_remove", remove)
+    said: list[str] = []
+    assert main(["--first", "5", "--count", "1"], said.append) == 1
+    assert said[0].startswith("python -m gradientmail.testing.schedules --first 5 --count 1  # ")
+    assert "1 schedules failed" in said[-1]
