@@ -14,13 +14,14 @@ import pytest
 from gradientmail import collecting, deltas, syncer
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.collecting import Collector
-from gradientmail.committing import Committer, Held
+from gradientmail.committing import Committer
 from gradientmail.election import Election
 from gradientmail.exchange import exchange as exchange_module
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange, Payload
 from gradientmail.exchange.lease import Lease, LeaseBook
 from gradientmail.exchange.records import RoundRecord
+from gradientmail.holding import Held, Holding
 from gradientmail.learner import Learner
 from gradientmail.syncer import Syncer
 from gradientmail.testing.plans import Fault, NodePlan, Plan
@@ -203,38 +204,31 @@ def folds_its_own_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drops_momentum_on_takeover(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Syncer._hold_state
+    whole = Holding._read
 
-    async def hold(self: Syncer, fragment: Any) -> None:
-        known = fragment.index in self._held
-        await whole(self, fragment)
-        held = self._held[fragment.index]
-        if not known:
-            self._held[fragment.index] = Held(held.version, held.theta, None)
+    async def read(self: Holding, *what: Any) -> Held:
+        held = await whole(self, *what)
+        return Held(held.version, held.theta, None)
 
-    monkeypatch.setattr(Syncer, "_hold_state", hold)
+    monkeypatch.setattr(Holding, "_read", read)
 
 
-def starts_from_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Syncer._hold_state
+def keeps_its_state_while_others_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Holding.read
 
-    async def hold(self: Syncer, fragment: Any) -> None:
-        old = self._held.get(fragment.index)
-        await whole(self, fragment)
+    async def read(self: Holding, number: int) -> bool:
+        fragment = self._run.schedule.fragment(number)
+        old = self._held.get(fragment)
+        read_it = await whole(self, number)
         if old is not None and old.outer is not None:
-            self._held[fragment.index] = old
+            self._held[fragment] = old
+        return read_it
 
-    monkeypatch.setattr(Syncer, "_hold_state", hold)
-    monkeypatch.setattr(Syncer, "_attend", _attend_with_memory(Syncer._attend))
+    def clear(self: Holding) -> None:
+        """Keep it."""
 
-
-def _attend_with_memory(whole: Any) -> Any:
-    async def attend(self: Syncer, number: int) -> None:
-        kept = dict(self._held)
-        await whole(self, number)
-        self._held = kept | self._held
-
-    return attend
+    monkeypatch.setattr(Holding, "read", read)
+    monkeypatch.setattr(Holding, "clear", clear)
 
 
 def adopts_without_comparing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,6 +364,14 @@ def at(seconds: float, kind: Any, node: int, lasting: float = 10.0, **how: Any) 
     return Fault(seconds, kind, node, lasting, **how)
 
 
+LATE = Plan(
+    FAST,
+    tuple(
+        NodePlan(f"n{n}", step_seconds=1.0 + 0.13 * n, connection=Connection(0.4, 0.8))
+        for n in range(4)
+    ),
+    seconds=80.0,
+)
 SOLO = replace(plan(FAST, 1, at(11.0, "crash", 0, 1.0), seconds=20.0), nodes=(NodePlan("n0"),))
 RACE = plan(
     FAST,
@@ -391,13 +393,13 @@ BREAKAGES = [
     Breakage("skips the base version", _accepts("stale"), "bases", plan(TWO, 2, *VANDALS)),
     Breakage("skips the schema", _accepts("schema"), "bases", plan(TWO, 2, *VANDALS)),
     Breakage("skips the zero-step check", counts_zero_steps, "bases", plan(TWO, 2, *VANDALS)),
-    Breakage("counts a late snapshot", counts_late_snapshots, "commits", plan(FAST, 4)),
+    Breakage("counts a late snapshot", counts_late_snapshots, "commits", LATE),
     Breakage("skips the hash", skips_the_hash, "snapshots", plan(TWO, 2, *VANDALS)),
     Breakage("merges NaN", merges_what_is_not_finite, "commits", plan(TWO, 2, *VANDALS)),
     Breakage("applies a delta twice", applies_a_delta_twice, "commits", plan(TWO)),
     Breakage("folds its own delta twice", folds_its_own_twice, "commits", plan(TWO)),
     Breakage("drops momentum on takeover", drops_momentum_on_takeover, "commits", TAKEOVER),
-    Breakage("keeps state from before", starts_from_the_version_before, "commits", TURNS),
+    Breakage("keeps state from before", keeps_its_state_while_others_commit, "commits", TURNS),
     Breakage("adopts without comparing", adopts_without_comparing, "told", RACE),
     Breakage("trusts a stale lease for ever", trusts_stale_leases, "progress", GONE),
     Breakage("trusts nobody", trusts_nobody, "lives", plan()),

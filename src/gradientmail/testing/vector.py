@@ -98,6 +98,11 @@ class VectorBackend(Backend):
         return math.sumprod(x, x)
 
     @override
+    def clamp(self, x: Array, limit: float) -> None:
+        kept = [0.0 if math.isnan(value) else min(max(value, -limit), limit) for value in x]
+        x[:] = memoryview(array("f", kept))
+
+    @override
     def dot(self, x: Array, y: Array) -> float:
         return math.sumprod(x, y)
 
@@ -146,9 +151,9 @@ class VectorBackend(Backend):
 
 
 def _scaled(scale: float, x: Array) -> "array[float]":
-    """``scale·x``, each product rounded to F32."""
+    """``scale·x``, the factors and each product rounded to F32."""
     products = array("f", x)
-    for factor in fp32_factors(scale):
+    for factor in array("f", fp32_factors(scale)):
         products = array("f", [factor * value for value in products])
     return products
 
