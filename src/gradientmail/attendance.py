@@ -130,7 +130,7 @@ def explain_silence(
     ``late``: a snapshot of it found its round closed. ``idle``: no step came in a whole round.
     """
     pace = f"a round takes {round_seconds:.2g} s"
-    if late:
+    if late and poll_interval <= round_seconds:  # else it could not have known of the round
         return (
             f"its deltas are in the mailbox only when the rounds have closed ({pace}); make "
             "uploads smaller (delta_dtype, compression) or rounds rarer (sync_every), or raise "

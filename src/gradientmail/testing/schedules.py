@@ -197,12 +197,16 @@ class Simulation:
         """All stop training; they must come to hold the newest versions, and leave."""
         for life in self.lives:
             life.rest()
-        ends, calm = self._now() + self.bound_seconds(), self._now()
-        while self._now() < ends and self._now() - calm < CALM_SECONDS:
-            if self._behind() or self.recording.committed_at > calm:
-                calm = self._now()
+        began = calm = self._now()
+        while True:
+            behind, now = self._behind(), self._now()
+            if behind or self.recording.committed_at > calm:
+                calm = now
+            late = now - max(began, self.recording.committed_at) > self.bound_seconds()
+            if late or now - calm >= CALM_SECONDS:
+                break
             await asyncio.sleep(1.0)
-        for name, seen in self._behind().items():
+        for name, seen in behind.items():
             newest = len(self.recording.records) - 1
             self.recording.tell("convergence", name, f"holds round {seen}, not {newest}")
         await asyncio.gather(*(life.leave() for life in self.lives))
