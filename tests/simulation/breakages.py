@@ -342,7 +342,7 @@ def measures_from_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def align(self: Learner, arrival: Any) -> None:
         whole(self, arrival)
-        for name, row in self._versions[arrival.record.fragment].arrays.items():
+        for name, row in self.versions[arrival.record.fragment].arrays.items():
             row[0] += 1.0
             del name
 

@@ -14,6 +14,7 @@ from gradientmail.testing.plans import (
     FAULT_KINDS,
     STRIKES,
     Fault,
+    How,
     NodePlan,
     Plan,
     Strike,
@@ -48,23 +49,22 @@ def test_random_schedules(wanted: int) -> None:
     assert failed == 0, "\n".join(said)
 
 
-def test_every_single_fault_of_a_short_run(wanted: int) -> None:
+@pytest.mark.parametrize("how", STRIKES)
+@pytest.mark.parametrize("node", [0, 1])
+def test_every_single_fault_of_a_short_run(wanted: int, node: int, how: How) -> None:
     """Each call of each node: lost before or after it acts, a crash, a node that wakes up late.
 
     Without ``--schedules`` every tenth of them, other ones for each kind of fault.
     """
     stride = 10 if wanted < 1000 else 1
-    failed: list[str] = []
-    count = 0
-    for node in range(2):
-        for kind, how in enumerate(STRIKES):
-            for number in range(1 + kind % stride, CALLS + 1, stride):
-                strike = Strike(node, number, how)
-                count += 1
-                found = simulate(replace(SHORT, strikes=(strike,))).violations
-                failed += [f"{strike}: {one}" for one in found[:1]]
-    print(f"{count} single faults")
-    assert failed == []
+    numbers = range(1 + (2 * STRIKES.index(how) + node) % stride, CALLS + 1, stride)
+    failed = {
+        number: found
+        for number in numbers
+        if (found := simulate(replace(SHORT, strikes=(Strike(node, number, how),))).violations)
+    }
+    print(f"{len(numbers)} single faults of node {node}, {how} acting")
+    assert failed == {}
 
 
 def test_the_short_run_has_the_calls_that_single_faults_strike() -> None:

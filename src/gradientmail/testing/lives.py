@@ -208,7 +208,7 @@ class Life:
         assert isinstance(model, Vector)
         if missed:
             return
-        for version in node.learner._versions:
+        for version in node.learner.versions:
             for name, committed in version.arrays.items():
                 if model.values[name].tolist() != committed.tolist():
                     self.recording.tell("convergence", self.own.name, f"{name} is not committed")
@@ -217,7 +217,7 @@ class Life:
         """What it measures its deltas from is what the store holds, or held, to the byte."""
         run, records = self.recording.run, self.recording.records
         assert run is not None
-        for fragment, version in enumerate(node.learner._versions):
+        for fragment, version in enumerate(node.learner.versions):
             if version.number == 0:
                 ref = run.manifest.init[fragment]
             else:

@@ -166,7 +166,7 @@ class SimulatedNode:
         """Leave as a clean exit does; the rounds in flight that did not commit in time."""
         ends = self.clock.now() + patience
         learner = self.learner
-        left = len(learner._versions) if self.algorithm.flush_on_close else 0
+        left = len(learner.versions) if self.algorithm.flush_on_close else 0
         while self.clock.now() < ends:
             while left and learner.local_step >= learner._final_due():
                 learner._publish(final=True)
