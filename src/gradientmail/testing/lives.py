@@ -258,7 +258,8 @@ class Life:
         loop = asyncio.get_running_loop()
         loop.call_soon(self._tasks[0].cancel)
         self.healthy_since = None
-        loop.call_later(1.0, self.start)
+        if self._training:  # who dies while all leave stays away
+            loop.call_later(1.0, self.start)
 
     def _struck_asleep(self) -> None:
         self.pause()
