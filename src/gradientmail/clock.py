@@ -70,7 +70,7 @@ inline = Inline()
 
 
 class Flag:
-    """Set once, and wakes whoever waits then. Used on the loop's thread.
+    """Wakes whoever waits when it is set. Used on the loop's thread.
 
     An ``asyncio.Event`` of which several can be waited for without a task for each.
     """
@@ -82,15 +82,19 @@ class Flag:
         self._waiting: dict[asyncio.Future[None], None] = {}  # in a fixed order, unlike a set
 
     def is_set(self) -> bool:
-        """Whether ``set`` has been called."""
+        """Whether ``set`` has been called, and ``clear`` not after it."""
         return self._set
 
     def set(self) -> None:
-        """Wake all who wait, now and from now on."""
+        """Wake all who wait, now and until ``clear``."""
         self._set = True
         for waiting in self._waiting:
             _wake(waiting)
         self._waiting.clear()
+
+    def clear(self) -> None:
+        """Let those wait who ask from now on."""
+        self._set = False
 
     async def wait(self) -> None:
         """Return when it is set."""

@@ -13,7 +13,7 @@ from typing import Any
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.partition import partition
 from gradientmail.backend.base import Backend, Parameters
-from gradientmail.clock import Clock, Offload, wait_or_sleep
+from gradientmail.clock import Clock, Flag, Offload, wait_or_sleep
 from gradientmail.courier import Courier
 from gradientmail.errors import LearnerReplaced, MailboxUnavailable
 from gradientmail.events import (
@@ -84,7 +84,7 @@ class Node:
         self._serving: list[asyncio.Task[None]] = []
         self._closing: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
-        self._lease_due = asyncio.Event()
+        self._lease_due = Flag()
         self._created: list[Payload] = []
         """The initial payloads, held until the model's versions refer to them."""
         self.watch: Watch | None = None
