@@ -44,12 +44,24 @@ class Rhythm:
         """Seconds since the last commit, or since the beginning."""
         return now - (self._began if self._advanced_at is None else self._advanced_at)
 
+    @property
+    def late_at(self) -> float:
+        """When the next commit is late: by more than is usual, or by half a round."""
+        began = self._began if self._advanced_at is None else self._advanced_at
+        if self.round_seconds is None:
+            return began + 1.5 * self._poll_interval
+        return began + self.round_seconds + min(self._margin, self.round_seconds / 2)
+
     def due_in(self, now: float) -> float:
         """Seconds until a commit is to be expected; 0 when one may come now."""
         if self.round_seconds is None or self._advanced_at is None:
             return 0.0
-        sooner = max(SOONER_POLLS * self._poll_interval, 4 * self._deviation)
-        return max(self._advanced_at + self.round_seconds - sooner - now, 0.0)
+        return max(self._advanced_at + self.round_seconds - self._margin - now, 0.0)
+
+    @property
+    def _margin(self) -> float:
+        """So much sooner or later than expected is no surprise."""
+        return max(SOONER_POLLS * self._poll_interval, 4 * self._deviation)
 
     def pause(self, now: float) -> float:
         """How long to wait before looking again: a poll when a commit is due, else longer.

@@ -76,6 +76,7 @@ class Watch:
         self._learner = learner
         self.poll_interval = poll_interval
         self._lease_every = lease_every
+        self._lease_timeout = lease_timeout
         self._announce = announce
         self._book = LeaseBook(lease_timeout)
         self._leases_listed = -float("inf")
@@ -221,7 +222,7 @@ class Watch:
 
     async def _poll_others(self) -> None:
         now = self._clock.now()
-        if now - self._leases_listed >= self._lease_cadence():
+        if self._leases_due(now):
             await self.refresh_leases()
         await self._tell_who_is_missing()
         sought = {number for number in self._sought.values() if number is not None}
@@ -273,14 +274,22 @@ class Watch:
             self.found_snapshot(number, learner, record)
         return record is not None
 
-    def _lease_cadence(self) -> float:
+    def _leases_due(self, now: float) -> bool:
         """Once in two rounds while they come as usual; the renewals of the own lease list too.
 
-        When a round is late, who lives matters now: then more often, less so the longer it takes.
+        When a round is late, who lives matters now: then at once, more often, and when the lease
+        of somebody has run out. So one who died before the round was due holds it up for one
+        timeout from then on, whenever its last beat was noticed.
         """
-        usual, waited = self._rhythm.round_seconds or self.poll_interval, self._waited()
-        seconds = max(usual / 2, waited / 16) if waited > 1.5 * usual else 2 * usual
-        return min(max(seconds, self.poll_interval), 1.5 * self._lease_every)
+        listed, late_at = self._leases_listed, self._rhythm.late_at
+        usual = self._rhythm.round_seconds or self.poll_interval
+        if now < late_at:
+            pause = min(2 * usual, 1.5 * self._lease_every)
+        elif listed < late_at or listed <= self._book.expires_at < now:
+            return True
+        else:  # a longer one would be forgiven them as blindness
+            pause = min(max(usual / 2, self._waited() / 16), self._lease_timeout / 4)
+        return now - listed >= max(pause, self.poll_interval)
 
     def _snapshots_cadence(self, missing: int) -> float:
         """Listings find learners whose leases were not seen yet, or many at once."""

@@ -9,6 +9,7 @@ is newer than its own, or its own next beat taken by another token, has been rep
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from gradientmail.errors import ProtocolError
@@ -164,6 +165,13 @@ class LeaseBook:
             for learner, (_, changed) in self._newest.items()
             if now - changed <= self._timeout
         )
+
+    @property
+    def expires_at(self) -> float:
+        """When the first of the live leases runs out, unless it changes; infinity without one."""
+        ends = (changed + self._timeout for _, changed in self._newest.values())
+        since = self._observed_at
+        return min((end for end in ends if since is None or end >= since), default=math.inf)
 
     def listed(self) -> frozenset[str]:
         """All learners that have a beat, live or stale."""
