@@ -1,7 +1,7 @@
 """A learner in MLX. ``torch_learner.py`` beside this file is its twin, and both join one run.
 
-    uv run examples/torch_learner.py runs/twins     in one terminal
-    uv run examples/mlx_learner.py runs/twins       in another
+    uv run examples/torch_learner.py runs/twins --learners 2     in one terminal
+    uv run examples/mlx_learner.py runs/twins --learners 2       in another
 
 A small network predicts the next byte of Python source. What makes the two models one to a run is
 that their parameters have the same names, dtypes and shapes.

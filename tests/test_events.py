@@ -8,6 +8,7 @@ import pytest
 from gradientmail import events
 from gradientmail.events import (
     Announcer,
+    BuffersStayLocal,
     Closed,
     Contribution,
     Event,
@@ -163,7 +164,18 @@ SENTENCES: list[tuple[Event, str]] = [
             "on in 1, replacing 4 local steps"
         ),
     ),
+    (
+        BuffersStayLocal(buffers=("mean", "var", "scale", "shift")),
+        (
+            "4 floating-point buffers stay this node's own (mean, var, scale, …); if training "
+            'changes them, as it does batch norm\'s, give every node buffers="average"'
+        ),
+    ),
     (Closed(learner="a", rounds_seen=9, clean=True), "a left the run at round 9"),
+    (
+        Closed(learner="a", rounds_seen=-1, clean=True),
+        "a left the run, before any round was committed: the run still has its first parameters",
+    ),
     (
         Closed(learner="a", rounds_seen=9, clean=False),
         "a left the run without waiting at round 9",

@@ -336,7 +336,10 @@ class Closed(Event):
 
     def __str__(self) -> str:
         how = "left the run" if self.clean else "left the run without waiting"
-        return f"{self.learner} {how} at round {self.rounds_seen}"
+        if self.rounds_seen >= 0:
+            return f"{self.learner} {how} at round {self.rounds_seen}"
+        untrained = "the run still has its first parameters"
+        return f"{self.learner} {how}, before any round was committed: {untrained}"
 
 
 def log_events(event: Event) -> None:

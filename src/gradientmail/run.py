@@ -88,8 +88,8 @@ def check_schema(run: Run, schema: Schema, averaged: frozenset[str] = frozenset(
             f"\n  … and {len(lines) - 20} more" if len(lines) > 20 else ""
         )
         raise SchemaMismatch(
-            f"this model is not the one that the run under this mailbox trains; {len(lines)} "
-            f"parameters differ:\n  {shown}\n{_advice(run, schema, averaged)}, or use another "
+            "this model is not the one that the run under this mailbox trains; parameters that "
+            f"differ: {len(lines)}\n  {shown}\n{_advice(run, schema, averaged)}, or use another "
             "folder or prefix for a new run."
         )
 

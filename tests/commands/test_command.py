@@ -29,6 +29,14 @@ def test_a_command_line_that_cannot_be_understood(
     assert capsys.readouterr().err.startswith("usage: gradientmail")
 
 
+def test_an_error_of_the_system_names_the_path_and_no_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(tmp_path / "mistyped")]) == 1
+    shown = capsys.readouterr().err
+    assert shown == f"gradientmail: {tmp_path / 'mistyped'}: there is no such folder\n"
+
+
 def test_a_malformed_url_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "s3:/b/x"]) == 2
     shown = capsys.readouterr()

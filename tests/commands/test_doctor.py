@@ -298,6 +298,7 @@ def test_a_folder_is_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert "This store can be used.\n" in shown
     assert "clock             ok" in shown
+    assert "if the store charges by request and gigabyte" in shown
 
     run = tmp_path / "run"
     (run / "rounds").mkdir(parents=True)

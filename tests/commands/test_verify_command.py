@@ -21,7 +21,7 @@ from gradientmail.errors import MissingExtra
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.mailbox.memory import MemoryMailbox
 from gradientmail.testing.virtual_time import run_virtual
-from gradientmail.verification import INVARIANTS, Report
+from gradientmail.verification import INVARIANTS, Report, Violation
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
@@ -79,6 +79,21 @@ def test_a_folder_without_a_run_is_told_and_not_made(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_wrong_path_is_told_before_any_framework_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr("gradientmail.commands.verify.choose", chosen.append)
+    assert main(["verify", str(tmp_path / "nothing")]) == 1
+    assert chosen == []
+
+
+def test_a_violation_names_its_object_once() -> None:
+    assert str(Violation("payloads", "a/b", "a/b: 3 bytes")) == "payloads: a/b: 3 bytes"
+    assert str(Violation("payloads", "a/b", "a/bc is there")) == "payloads: a/b: a/bc is there"
+    assert str(Violation("manifest", "a", "it does not exist")) == "manifest: a: it does not exist"
+
+
 def test_damage_is_told_with_its_key_and_what_to_do(
     copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +105,7 @@ def test_damage_is_told_with_its_key_and_what_to_do(
     assert main(["verify", str(copied)]) == 1
     shown = capsys.readouterr().out
     key = payload.relative_to(copied).as_posix()
-    assert f"WRONG payloads: {key}: {key}: the bytes do not hash" in shown
+    assert f"WRONG payloads: {key}: the bytes do not hash" in shown
     assert "WRONG records: rounds/0000000003.json: missing, though round 4 is there" in shown
     assert "what to do: put the object back from a copy of the mailbox" in shown
     assert "objects that every node ignores: 1: 'rounds/notes.txt'" in shown

@@ -31,10 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except (ValueError, TypeError) as error:
         return _say(error, MISUSED)
-    except (GradientMailError, OSError) as error:
+    except GradientMailError as error:
         return _say(error, FAULTY)
+    except OSError as error:
+        return _say(_without_number(error), FAULTY)
     except KeyboardInterrupt:
         return _say("stopped", INTERRUPTED)
+
+
+def _without_number(error: OSError) -> str:
+    """What went wrong and where, as other commands print it: without the ``[Errno 2]``."""
+    if error.strerror is None or error.filename is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}"
 
 
 def _say(error: object, status: int) -> int:

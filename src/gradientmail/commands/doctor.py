@@ -27,23 +27,25 @@ def add_to(subcommands: Subcommands) -> None:
     )
     parser.add_argument("url", help="s3://bucket/prefix, file:///folder, or the path of a folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--large", type=_count, default=64, metavar="MIB", help="payload to try")
+    parser.add_argument(
+        "--large", type=_count, default=64, metavar="MIB", help="payload to try (default: 64)"
+    )
     parser.add_argument("--keys", type=_count, default=1100, help="keys to list (default: 1100)")
     parser.add_argument("--samples", type=_count, default=20, help="of each latency (default: 20)")
     parser.add_argument("--seconds", type=float, default=120.0, help="time limit (default: 120)")
     run_options = parser.add_argument_group("the run whose bill is estimated")
     usual = bill.Plan()
-    for name, kind in (
-        ("nodes", _count),
-        ("params", _amount),
-        ("sync_every", _count),
-        ("fragments", _count),
-        ("step_seconds", float),
-        ("poll", float),
+    for name, kind, what in (
+        ("nodes", _count, "machines that train"),
+        ("params", _amount, "parameters of the model, such as 350M"),
+        ("sync_every", _count, "as in DiLoCo"),
+        ("fragments", _count, "as in DiLoCo"),
+        ("step_seconds", float, "how long an optimizer step takes"),
+        ("poll", float, "poll_interval of the sessions, in seconds"),
     ):
         default = getattr(usual, "parameters" if name == "params" else name)
-        flag = f"--{name.replace('_', '-')}"
-        run_options.add_argument(flag, type=kind, default=default, help=f"(default: {default:g})")
+        flag, text = f"--{name.replace('_', '-')}", f"{what} (default: {default:g})"
+        run_options.add_argument(flag, type=kind, default=default, help=text)
     for name, text in (
         ("--dtype", "of the parameters (default: F32)"),
         ("--precision", "of deltas, as delta_dtype (default: that of the parameters)"),
@@ -152,7 +154,8 @@ def _print(report: Report, plan: bill.Plan, costs: dict[str, float]) -> None:
     print(f"{one.gets:.0f} GET, {one.received_bytes / 1e6:,.0f} MB read; ", end="")
     print(f"{one.stored_bytes / 1e9:.2f} GB are kept.")
     parts = ", ".join(f"{name} {dollars:.2f}" for name, dollars in costs.items())
-    print(f"Estimate for a month of training: ${sum(costs.values()):,.2f} ({parts})")
+    print(f"Estimate for a month of training: ${sum(costs.values()):,.2f} ({parts}),")
+    print("if the store charges by request and gigabyte, at the prices that --help shows or yours.")
     print(f"\n{report.verdict}")
 
 

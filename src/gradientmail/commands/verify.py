@@ -75,8 +75,9 @@ def add_to(subcommands: Subcommands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the mailbox and print what was found; the exit status."""
+    mailbox = open_mailbox(arguments.url, create=False)  # first: a wrong path is told at once
     name, backend = choose(arguments.backend)
-    report = asyncio.run(check(open_mailbox(arguments.url, create=False), backend))
+    report = asyncio.run(check(mailbox, backend))
     show = _as_json if arguments.json else _as_text
     print(show(arguments.url, name, report))
     return FINE if report.holds else FAULTY

@@ -33,8 +33,9 @@ class Violation:
     detail: str
 
     def __str__(self) -> str:
-        """One line."""
-        return f"{self.invariant}: {self.key}: {self.detail}"
+        """One line; errors of the exchange begin with the key already."""
+        named = self.detail.startswith((f"{self.key}:", f"{self.key} "))
+        return f"{self.invariant}: {self.detail if named else f'{self.key}: {self.detail}'}"
 
 
 @dataclass(frozen=True, slots=True)
