@@ -127,6 +127,11 @@ class Checkpoint:
         _check("state", state, _STATE)
         if state["format"] != FORMAT:
             raise ValueError(f"the state has format {state['format']}; this version reads {FORMAT}")
+        if not all(type(number) is int for number in state["in_flight"]):
+            raise ValueError(
+                "the state is not what state_dict() returned: its 'in_flight' is "
+                f"{state['in_flight']!r:.80}"
+            )
         rows: list[dict[str, Any]] = state["fragments"]
         if state["run"] != self._run_id() or len(rows) != len(self.run.fragments):
             raise ValueError(_ANOTHER_RUN)
@@ -166,8 +171,14 @@ class Checkpoint:
         for spec in self.run.fragments[p].specs:
             if spec.name not in arrays:
                 continue
-            array = self.backend.on_host(arrays[spec.name])
-            own = self.learner.versions[p].arrays[spec.name]
+            array, own = arrays[spec.name], self.learner.versions[p].arrays[spec.name]
+            if not isinstance(array, type(own)):
+                raise TypeError(
+                    f"the state's {spec.name!r} is a {type(array).__module__}."
+                    f"{type(array).__qualname__}, and state_dict() gave a {type(own).__module__}."
+                    f"{type(own).__qualname__}"
+                )
+            array = self.backend.on_host(array)
             if (array.shape, array.dtype) != (own.shape, own.dtype):
                 raise ValueError(
                     f"the state's {spec.name!r} is {array.dtype} of shape {tuple(array.shape)}, "

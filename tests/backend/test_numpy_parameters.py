@@ -152,6 +152,23 @@ def test_an_array_that_was_replaced_is_the_one_trained() -> None:
     assert same(first, kept)
 
 
+def test_arithmetic_on_an_array_without_dimensions_gives_a_scalar_that_is_trained_on() -> None:
+    """NumPy makes a scalar of it, which cannot be written in place: it becomes an array again."""
+    model: Model = {"s": np.array(0.5, np.float32), "b": np.array(2.0, ml_dtypes.bfloat16)}
+    parameters = BACKEND.bind(model)
+    model["s"] = model["s"] - np.float32(0.25)
+    model["b"] = (model["b"] * np.float32(2.0)).astype(ml_dtypes.bfloat16)
+    arrays = captured(parameters)
+    assert (float(arrays["s"]), float(arrays["b"])) == (0.25, 4.0)
+    model["s"] = model["s"] - np.float32(1.0)
+    assert parameters.not_finite() == []
+    parameters.apply(arrays)
+    assert (float(model["s"]), float(model["b"])) == (0.25, 4.0)
+    model["s"] = np.float64(1.0)
+    with pytest.raises(ValueError, match=r"'s' was F32\[\] .* and is float64 \[\]"):
+        parameters.capture(arrays)
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [

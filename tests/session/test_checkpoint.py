@@ -283,6 +283,8 @@ def test_what_is_no_state_of_this_run_is_refused_and_changes_nothing() -> None:
     rows: list[dict[str, Any]] = state["fragments"]
     shape = {**state["parameters"], "0.bias": torch.zeros(9)}
     dtype = {n: t.double() for n, t in state["parameters"].items()}
+    others = {n: t.numpy() for n, t in state["parameters"].items()}
+    words = {**state["parameters"], "0.bias": "x"}
     cases: list[tuple[Any, type[Exception], str]] = [
         (None, TypeError, "state_dict"),
         ([], TypeError, "state_dict"),
@@ -298,6 +300,9 @@ def test_what_is_no_state_of_this_run_is_refused_and_changes_nothing() -> None:
         (broken(state, fragments=[1, 2]), TypeError, "fragment 0"),
         (broken(state, parameters=shape), ValueError, "0.bias"),
         (broken(state, parameters=dtype), ValueError, "float64"),
+        (broken(state, parameters=others), TypeError, "is a numpy.ndarray, and .* gave a torch"),
+        (broken(state, parameters=words), TypeError, "'0.bias' is a builtins.str"),
+        (broken(state, in_flight=["x"]), ValueError, "in_flight"),
     ]
     with gm.Session(model, algorithm=SLOW, mailbox=box, learner_id="a", **QUICK) as session:
         before = parameters(model)

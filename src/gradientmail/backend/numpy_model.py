@@ -5,7 +5,7 @@ as buffers of a module are. Arrays are looked up anew each time, so ``model["w"]
 is as good as ``model["w"] -= g``; they are written in place.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
 from gradientmail.backend.base import Array, Parameters
@@ -69,6 +69,9 @@ class NumpyParameters(Parameters):
         """The array that the model holds now; ``ValueError`` when it is another kind of thing."""
         value = self._model.get(name)
         spec = self._specs[name]
+        if isinstance(value, np.generic) and isinstance(self._model, MutableMapping):
+            # What arithmetic makes of an array without dimensions; that cannot be written in place.
+            self._model[name] = value = np.array(value)
         if not isinstance(value, np.ndarray):
             now = "gone" if value is None else f"a {type(value).__qualname__}"
         else:
