@@ -14,6 +14,9 @@ from gradientmail.schema import Schema
 MOST_SAMPLES = 2**40
 """In one step: more is a mistake, and sums of it would not fit into the records of a run."""
 
+MOST_SECONDS = 1e300
+"""Of any time that is given: sums of some must stay finite."""
+
 
 def positive_integer(samples: object) -> int:
     """``samples`` of one optimizer step as an int, whatever integer type it has."""
@@ -48,8 +51,10 @@ def seconds_of(name: str, value: float) -> float:
     """``value`` of the argument ``name`` as positive finite seconds, else an error naming it."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be a positive number of seconds, not {value!r}")
+    if not 0 < value <= MOST_SECONDS:
+        raise ValueError(
+            f"{name} must be a positive number of seconds, 1e300 at most, not {value!r}"
+        )
     return float(value)
 
 

@@ -136,6 +136,9 @@ class Courier:
             try:
                 if sealed is None:
                     sealed = await self._offload(self._seal_delta, outgoing)
+                    # Before the upload, in which the next round may become due: ``step`` would
+                    # have to touch fresh pages.
+                    await self._prepare_blank(self._posted)
                     bad = sealed[1].not_finite
                     if bad and self._handoff.repair is None:
                         self._handoff.repair = (outgoing.round, bad)

@@ -254,7 +254,7 @@ def test_the_store_is_tried_once_an_instance(proxy: FaultProxy, prefix: str) -> 
 
     asyncio.run(main())
     probes = [line for line in proxy.requests if "/.tmp/create-once" in line]
-    assert [line.split()[0] for line in probes] == ["PUT", "PUT", "DELETE"]
+    assert [line.split()[0] for line in probes] == ["PUT", "PUT", "HEAD", "DELETE"]
 
 
 def test_a_conflict_is_tried_again(

@@ -12,6 +12,8 @@ from typing import Any
 
 import botocore.auth
 import pytest
+import torch
+from tests.s3 import servers
 from tests.s3.fault_proxy import Fault, FaultProxy, Message
 
 import gradientmail as gm
@@ -191,6 +193,22 @@ def test_a_forked_child_has_connections_of_its_own(moto: str, prefix: str, tmp_p
     assert content(run(box.get("child"))) == b"2"
 
 
+def test_a_folder_in_the_place_of_an_object_is_told(seaweedfs: str, prefix: str) -> None:
+    """SeaweedFS refuses to create the object, and has none: whoever believed that would wait."""
+    name = f"{prefix}/leases/a/0000000001.json/x"
+    servers.client(seaweedfs).put_object(Bucket="tests", Key=name, Body=b"x")
+    box = gm.S3Mailbox("tests", prefix, endpoint_url=seaweedfs, region="us-east-1")
+    with pytest.raises(gm.MailboxRefused, match="a folder of that name: remove what begins with"):
+        gm.Session(
+            torch.nn.Linear(2, 2),
+            algorithm=gm.DiLoCo(sync_every=2, fragments=1, in_flight=1),
+            mailbox=box,
+            learner_id="a",
+            callbacks=(),
+        )
+    asyncio.run(box.delete([name.removeprefix(f"{prefix}/")]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -203,7 +221,11 @@ def test_a_forked_child_has_connections_of_its_own(moto: str, prefix: str, tmp_p
         ({"endpoint_url": "localhost:9000"}, "https://host"),
         ({"endpoint_url": ""}, "https://host"),
         ({"region": ""}, "region"),
-        ({"max_concurrency": 0}, "1 or more"),
+        ({"endpoint_url": "http://[::1"}, "https://host.*not 'http://"),
+        ({"endpoint_url": "http://host:99999"}, "https://host.*not 'http://"),
+        ({"endpoint_url": "http://host:x"}, "https://host.*not 'http://"),
+        ({"max_concurrency": 0}, "from 1 to 1000"),
+        ({"max_concurrency": 10**30}, "from 1 to 1000"),
         ({"max_concurrency": True}, "integer"),
         ({"max_concurrency": 2.0}, "integer"),
         ({"request_checksums": "off"}, "when_supported"),

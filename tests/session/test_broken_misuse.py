@@ -95,6 +95,13 @@ def test_an_argument_of_the_wrong_kind_is_refused(changes: dict[str, Any], said:
         gm.Session(net(), **options)
 
 
+@pytest.mark.parametrize("name", ["poll_interval", "lease_every", "lease_timeout"])
+def test_seconds_that_no_float_can_hold_are_refused(name: str) -> None:
+    options: dict[str, Any] = QUICK | {name: 10**400}
+    with no_threads_left(), pytest.raises(ValueError, match=f"^{name} must be a positive number"):
+        gm.Session(net(), algorithm=ALGORITHM, mailbox=gm.MemoryMailbox(), **options)
+
+
 def test_align_refuses_the_class_of_a_mailbox() -> None:
     box: Any = gm.MemoryMailbox
     with pytest.raises(TypeError, match="the class MemoryMailbox"):

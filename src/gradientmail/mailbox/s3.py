@@ -36,6 +36,8 @@ POOLED_BYTES = 2**16
 """Objects from this size on are sent and read in place; smaller ones are copied."""
 BATCH = 1000
 """How many keys S3 deletes in one request."""
+MOST_CONNECTIONS = 1000
+"""Each has a place in the pool from the start; more would help no store."""
 LOOKS = 3
 """How often a large object is fetched again that is made anew meanwhile."""
 
@@ -94,8 +96,10 @@ class S3Mailbox:
             raise ValueError(f"region must be the name of a region or None, not {region!r}")
         if isinstance(max_concurrency, bool) or not isinstance(max_concurrency, int):
             raise TypeError(f"max_concurrency must be an integer, not {max_concurrency!r}")
-        if max_concurrency < 1:
-            raise ValueError(f"max_concurrency must be 1 or more, not {max_concurrency}")
+        if not 1 <= max_concurrency <= MOST_CONNECTIONS:
+            raise ValueError(
+                f"max_concurrency must be from 1 to {MOST_CONNECTIONS}, not {max_concurrency}"
+            )
         _check_choice("request_checksums", request_checksums, ("when_supported", "when_required"))
         _check_choice("addressing", addressing, ("auto", "path", "virtual"))
         require_boto3()
@@ -343,12 +347,13 @@ def _checked_endpoint(endpoint_url: str | None) -> str | None:
         return None
     if not isinstance(endpoint_url, str):
         raise TypeError(f"endpoint_url must be a string or None, not {endpoint_url!r}")
-    parts = urlsplit(endpoint_url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(
-            f"endpoint_url must be like https://host or http://host:port, not {endpoint_url!r}"
-        )
-    return endpoint_url
+    with suppress(ValueError):  # an address or a port that is none
+        parts = urlsplit(endpoint_url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return endpoint_url
+    raise ValueError(
+        f"endpoint_url must be like https://host or http://host:port, not {endpoint_url!r}"
+    )
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

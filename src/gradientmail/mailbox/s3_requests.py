@@ -61,7 +61,7 @@ class Requests:
     # Objects
 
     def put(self, name: str, body: bytes | Body, *, sha256: bytes, condition: bool = True) -> bool:
-        """Create an object in one request; False when it exists.
+        """Create an object in one request; False when it exists, which a second one confirms.
 
         ``sha256`` is checked by the store. ``Damaged`` when it is not that of what arrived.
         """
@@ -75,16 +75,22 @@ class Requests:
             if isinstance(body, Body):
                 body.seek(0)
             answer = self.call(f"putting {name!r}", "put_object", expected, **params)
-            if answer is Meaning.EXISTS:
+            if answer is Meaning.EXISTS and self.exists(name):
                 return False
             if answer is Meaning.DAMAGED:
                 raise Damaged(
                     f"putting {name!r} in {self.where}: the bytes that arrived do not hash to the "
                     "sha256 that was sent with them"
                 )
-            if answer is not Meaning.CONFLICT:
+            if answer not in (Meaning.CONFLICT, Meaning.EXISTS):
                 return True
-            self._sleep(pause)
+            self._sleep(pause)  # in conflict, or deleted between the two requests
+        if answer is Meaning.EXISTS:
+            raise MailboxRefused(
+                f"putting {name!r} in {self.where}: the store says that it exists and has no such "
+                f"object. Stores that keep folders do so when there is a folder of that name: "
+                f"remove what begins with {name + '/'!r}"
+            )
         raise MailboxUnavailable(
             f"putting {name!r} in {self.where}: again and again, others wrote this key at "
             "the same moment (409); try again"

@@ -8,7 +8,7 @@ import math
 import threading
 from dataclasses import dataclass, field
 
-from gradientmail.arguments import check_mailbox, count_of, seconds_of
+from gradientmail.arguments import MOST_SECONDS, check_mailbox, count_of, seconds_of
 from gradientmail.clock import Clock
 from gradientmail.exchange import layout
 from gradientmail.mailbox.base import Mailbox
@@ -108,7 +108,7 @@ def _not_negative(timeout: float) -> float:
         raise TypeError(f"timeout must be a number of seconds or None, not {timeout!r}")
     if not timeout >= 0:
         raise ValueError(f"timeout must be 0 seconds or more, or None, not {timeout!r}")
-    return float(timeout)
+    return math.inf if timeout > MOST_SECONDS else float(timeout)
 
 
 def _missing(meeting: Meeting, seconds: float, store: Store) -> str:
