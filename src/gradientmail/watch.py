@@ -252,13 +252,14 @@ class Watch:
         """Ask for some of the missing snapshots, and for all of them if one of these is there."""
         now, closing = self._clock.now(), self._closing(number)
         seen = self.snapshots.get(number, {})
-        missing = sorted(self.live - {self._learner} - seen.keys())
+        missing = self.live.difference(seen, (self._learner,))
         # A learner wants to know when a round closes without it. Before a commit is due none does.
         if missing and (closing or not self._rhythm.due_in(now)):
             share = -(-len(missing) // SHARE) if closing else 1
             if share <= ASKED_BY_KEY:
                 self._turn = (self._turn + share) % len(missing)
-                turned = missing[self._turn :] + missing[: self._turn]
+                ordered = sorted(missing)
+                turned = ordered[self._turn :] + ordered[: self._turn]
                 if await self._ask_all(number, turned[:share]):
                     await self._ask_all(number, turned[share:])
         if closing and now - self._snapshots_listed >= self._snapshots_cadence(len(missing)):

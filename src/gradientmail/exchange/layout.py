@@ -14,6 +14,7 @@ import re
 import socket
 import unicodedata
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from gradientmail.mailbox.base import check_key
@@ -181,8 +182,9 @@ def beat_key(learner: str, n: int) -> str:
     return f"{beats_prefix(learner)}{_long(n, 'beat')}.json"
 
 
+@lru_cache(maxsize=2**14)
 def parse_beat_key(key: str) -> tuple[str, int] | None:
-    """Learner and number of the beat that ``key`` is."""
+    """Learner and number of the beat that ``key`` is. The same beats are listed many times."""
     match = _BEAT.fullmatch(key)
     return (match[1], int(match[2])) if match else None
 

@@ -140,23 +140,27 @@ class LeaseBook:
         """``timeout`` seconds without a change make a lease stale."""
         self._timeout = timeout
         self._newest: dict[str, tuple[int, float]] = {}
+        self._keys: frozenset[str] = frozenset()
         self._observed_at: float | None = None
 
     def observe(self, keys: Iterable[str], now: float) -> None:
         """Take in a listing of ``leases/``, made at ``now``."""
         self._forgive_blindness(now)
+        listed = frozenset(keys)
+        # Of many leases few have changed since the last time: only these are looked at.
+        changed = listed ^ self._keys
+        self._keys = listed
+        moved = {beat[0] for key in changed if (beat := layout.parse_beat_key(key)) is not None}
         beats: dict[str, int] = {}
-        for key in keys:
-            parsed = layout.parse_beat_key(key)
-            if parsed is not None:
-                beats[parsed[0]] = max(parsed[1], beats.get(parsed[0], 0))
-        known = self._newest
-        self._newest = {
-            learner: known[learner]
-            if learner in known and known[learner][0] == beat
-            else (beat, now)
-            for learner, beat in beats.items()
-        }
+        for key in listed if moved else ():
+            beat = layout.parse_beat_key(key)
+            if beat is not None and beat[0] in moved:
+                beats[beat[0]] = max(beat[1], beats.get(beat[0], 0))
+        for learner in sorted(moved):
+            if learner not in beats:
+                self._newest.pop(learner, None)
+            elif self._newest.get(learner, (None,))[0] != beats[learner]:
+                self._newest[learner] = (beats[learner], now)
 
     def live(self, now: float) -> frozenset[str]:
         """The learners whose newest beat was listed last time and changed within the timeout."""

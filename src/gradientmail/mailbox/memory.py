@@ -2,7 +2,6 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Buffer, Iterable, Sequence
-from itertools import islice, takewhile
 
 from gradientmail.forking import lock_over_forks
 from gradientmail.mailbox.base import check_key, flat
@@ -46,8 +45,11 @@ class MemoryMailbox:
             if after >= prefix:
                 start = bisect_left(self._keys, after)
                 start += self._keys[start : start + 1] == [after]
-            below = islice(self._keys, start, None)
-            return tuple(takewhile(lambda key: key.startswith(prefix), below))
+            # Those that start with the prefix come first from here on.
+            stop = bisect_left(
+                self._keys, True, lo=start, key=lambda key: not key.startswith(prefix)
+            )
+            return tuple(self._keys[start:stop])
 
     async def delete(self, keys: Iterable[str], /) -> None:
         """Remove ``keys``; all of them are checked before the first is removed."""
