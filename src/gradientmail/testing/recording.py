@@ -36,7 +36,7 @@ WITNESSED: Mapping[str, str] = MappingProxyType(
     | {
         "order": "a record comes after all that it names; a claim follows the commit before it",
         "deletes": "nothing is deleted that a node may still need",
-        "counts": "no step of a learner is counted in two commits of one fragment",
+        "counts": "without mixing, no step of a learner counts in two commits of one fragment",
         "anchors": "what a learner measures its delta from is a committed version, to the byte",
         "told": "a node that says that it committed has committed",
         "lives": "nobody is called lost while it lives and reaches the store",
@@ -169,7 +169,8 @@ class RecordingMailbox(MemoryMailbox):
             self.tell("snapshots", key, "its delta is not finite")
         if record.rounds_seen >= len(self.records):
             self.tell("anchors", key, f"has seen round {record.rounds_seen}, not committed yet")
-        if self.run is not None and record.steps and learner not in self._shared:
+        # With mixing a part of what was counted stays in the parameters, and is counted again.
+        if self._counts_once(learner) and self.run is not None and record.steps:
             fragment = self.run.schedule.fragment(number)
             counted = self._counted.get((learner, fragment), 0)
             if not 0 < record.steps <= record.local_step - counted:
@@ -179,6 +180,10 @@ class RecordingMailbox(MemoryMailbox):
                     f"{record.steps} steps at local step {record.local_step}, though those up to "
                     f"{counted} are in a commit",
                 )
+
+    def _counts_once(self, learner: str) -> bool:
+        mixing = self.run is None or self.run.algorithm.mixing
+        return not mixing and learner not in self._shared
 
     def _is_finite(self, payload: bytes, number: int) -> bool:
         """Whether a delta of F32, F16 or BF16 tensors is finite; others cannot say it."""
