@@ -92,6 +92,8 @@ class Handoff:
     """The round at which parameters turned out not to be finite, and which ones."""
     failure: BaseException | None = None
     """Why this node cannot go on; ``step`` raises it."""
+    tell_here: Callable[[Event], None] | None = None
+    """Calls the callbacks on the thread that it is called on."""
     takeover_seconds: float = 0.0
 
     _bell: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
@@ -129,3 +131,7 @@ class Handoff:
         """Send an event to the callbacks, which run on the loop's thread."""
         self.events.append(event)
         self.wake()
+
+    def announce_in_step(self, event: Event) -> None:
+        """Call the callbacks before ``step`` returns: what they do must come before the next."""
+        (self.announce if self.tell_here is None else self.tell_here)(event)

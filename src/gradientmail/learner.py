@@ -297,7 +297,8 @@ class Learner:
             self._published.remove(pair)
         if bad:
             tensors = tuple(sorted(bad))
-            self._handoff.announce(ParametersNotFinite(tensors=tensors, round=number))
+            # At once: an optimizer state that is sick, too, has to be reset before the next step.
+            self._handoff.announce_in_step(ParametersNotFinite(tensors=tensors, round=number))
 
     # Stopping and going on later
 

@@ -116,7 +116,7 @@ class Session:
             check_formats(each, self._parameters.schema, algorithm)
         self._pool = self._backend.pool()
         self._thread = LoopThread(f"gradientmail-{settings.learner}")
-        self._handoff = Handoff(wake=self._wake)
+        self._handoff = Handoff(wake=self._wake, tell_here=self._announce)
         self._node = Node(
             mailbox,
             settings,

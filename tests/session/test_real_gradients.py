@@ -66,7 +66,7 @@ def test_a_nan_that_spreads_harms_nobody_else_and_the_run_goes_on(kind: str) -> 
     # The backward pass has spread it: the whole model was sick, not the one element.
     assert sick_after == [len(list(models[0].parameters()))]
     found = seen[0].of(events.ParametersNotFinite)
-    assert 1 <= len(found) <= 3
+    assert 1 <= len(found) <= 2, [event.round for event in found]
     assert {name for event in found for name in event.tensors} == parameters(models[0]).keys()
     assert seen[1].of(events.ParametersNotFinite) == []
     rounds = {event.round: event for one in seen for event in one.of(events.RoundSeen)}
