@@ -262,7 +262,8 @@ class Syncer:
             sync_seconds = self._clock.now() - began
             self._committed = (number, sync_seconds)
             self._holding.put(record.fragment, held)
-            self._announce(_committed(record, sync_seconds))
+            # The one that counts: another closer may have made the same bytes of more snapshots.
+            self._announce(_committed(counts, sync_seconds))
             self._claim = None
             if await self._election.claim_next(number + 1):
                 self._claim = (number + 1, 1)

@@ -136,3 +136,9 @@ def test_a_failing_seed_is_one_line_to_run_again(monkeypatch: pytest.MonkeyPatch
     assert main(["--first", "5", "--count", "1"], said.append) == 1
     assert said[0].startswith("python -m gradientmail.testing.schedules --first 5 --count 1  # ")
     assert "1 schedules failed" in said[-1]
+
+
+@pytest.mark.parametrize("seed", [2099, 20060, 30036, 30506])
+def test_seeds_that_failed_once(seed: int) -> None:
+    """30036: two closers made the same bytes of different snapshots, and one told of its own."""
+    assert simulate(random_plan(seed)).violations == ()

@@ -56,7 +56,7 @@ class Life:
         self.recording = recording
         self.node: SimulatedNode | None = None
         """The newest process, once it has joined."""
-        self.view: SimulatedMailbox | None = None
+        self._views: list[SimulatedMailbox] = []
         self.calls: StrikingMailbox | None = None
         """Of the first process."""
         self.healthy_since: float | None = None
@@ -70,7 +70,6 @@ class Life:
         self._processes = 0
         self._training = True
         self._replaced = False
-        self._healed = asyncio.Event()
         self._left = 0
 
     @property
@@ -103,21 +102,21 @@ class Life:
         """Stop it where it is."""
         self.healthy_since = None
         self._clock.pause()
-        if self.view is not None:
-            self.view.pause()
+        for view in self._views:
+            view.pause()
 
     def resume(self) -> None:
         """Let it go on, late."""
         self._clock.resume()
-        if self.view is not None:
-            self.view.resume()
+        for view in self._views:
+            view.resume()
         self._heal()
 
     def connect(self, connected: bool) -> None:
         """Cut it off, or let it reach the store again."""
         self.healthy_since = None
-        if self.view is not None:
-            self.view.connected = connected
+        for view in self._views:
+            view.connected = connected
         if connected:
             self._heal()
 
@@ -148,7 +147,7 @@ class Life:
     async def _live(self, process: int) -> None:
         own, plan = self.own, self.plan
         view = self._store.view(own.connection)
-        self.view = view
+        self._views.append(view)
         mailbox = StrikingMailbox(
             view,
             [one for one in plan.strikes if one.node == self.number] if process == 1 else [],
