@@ -5,6 +5,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from gradientmail.errors import LearnerReplaced
 from gradientmail.events import Event, LearnerLost, RoundCommitted, TaskFailed, TookOver
@@ -165,8 +166,8 @@ class Life:
             ),
             seed=1000 * plan.seed + 10 * self.number + process,
             clock=self._clock,
-            announce=self._heard,
         )
+        node.announce = partial(self._heard, node)
         try:
             await self._work(node, process)
         except asyncio.CancelledError:
@@ -228,18 +229,21 @@ class Life:
             if hashlib.sha256(version.payload.buffer).hexdigest() != ref.sha256:
                 self.recording.tell("anchors", self.own.name, f"is not the bytes of {ref.key}")
 
-    def _heard(self, event: Event) -> None:
+    def _heard(self, node: SimulatedNode, event: Event) -> None:
         """Check what it says of itself and of others."""
         match event:
             case RoundCommitted(round=number):
                 records = self.recording.records
                 record = records[number] if number < len(records) else None
-                # Two closers may make the same bytes of the same snapshots: then both have.
                 said = [(one.learner, one.steps, one.tokens) for one in event.contributions]
                 if record is None or said != [
                     (one.learner, one.steps, one.tokens) for one in record.participants
                 ]:
                     self.recording.tell("told", self.own.name, f"did not commit round {number}")
+                elif node.node.syncer is not None:
+                    held = node.node.syncer._holding._held[event.fragment]
+                    if held.theta.ref.key != record.theta.key:
+                        self.recording.tell("told", self.own.name, f"lost round {number}")
             case LearnerLost(learner=learner) if self.fault_free:
                 # A renewal takes three calls; where these are slow its beats come too late.
                 link = self.own.connection
