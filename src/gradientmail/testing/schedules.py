@@ -158,7 +158,8 @@ class Simulation:
         links = [one.connection for one in plan.nodes]
         calls = 40 * max(one.latency_seconds + one.jitter_seconds for one in links)
         waits = 10 * plan.poll_interval + calls
-        if len(plan.nodes) > 1:  # one alone waits for nobody: it finds its own claim again
+        twins = any(fault.kind == "twin" for fault in plan.faults)
+        if twins or len(plan.nodes) > 1:  # one alone finds its own claim again
             waits += 2 * plan.lease_timeout + takeover
         return (gap + 1) * step + waits / slow + (RETRY_SECONDS if self._may_fail() else 0.0)
 
