@@ -9,6 +9,7 @@ import tempfile
 
 import numpy as np
 import torch
+import zstandard
 from measure import Floor, median_seconds, show
 
 import gradientmail as gm
@@ -79,11 +80,18 @@ def main() -> None:
         out = backend.array(pool.take(nbytes), "F32", shape)
         decode = median_seconds(lambda d=data, s=scale, t=dtype, o=out: backend.decode(d, t, s, o))
         row(f"decode {dtype}", decode, floor.copy, "copy of the fp32 tensor")
-    shuffled = compression.compress(layout, buffer, pool.take)
+    plain, shuffled = buffer[slot.start : slot.stop], pool.take(slot.nbytes)
+    back, stored = pool.take(slot.nbytes), compression.compress(layout, buffer, pool.take)
+    shuffle = median_seconds(lambda: compression.shuffle(plain, shuffled, 4))
+    row("shuffle", shuffle, floor.copy, "copy")
+    unshuffle = median_seconds(lambda: compression.unshuffle(shuffled, back, 4))
+    row("unshuffle", unshuffle, floor.copy, "copy")
     pack = median_seconds(lambda: compression.compress(layout, buffer, pool.take), repeats=3)
-    row("zstd, shuffle included", pack, floor.hash, "sha256 (for scale)")
-    unpack = median_seconds(lambda: compression.decompress(layout, shuffled, pool.take), repeats=3)
-    row("unzstd, unshuffle included", unpack, floor.hash, "sha256 (for scale)")
+    bare = median_seconds(lambda: zstandard.ZstdCompressor(level=1).compress(shuffled), repeats=3)
+    row("zstd without the shuffle", pack - shuffle, bare, "zstandard on the shuffled bytes")
+    unpack = median_seconds(lambda: compression.decompress(layout, stored, pool.take), repeats=3)
+    bare = median_seconds(lambda: zstandard.ZstdDecompressor().decompress(stored), repeats=3)
+    row("unzstd without the unshuffle", unpack - unshuffle, bare, "zstandard on the frame")
     show("payload", rows, as_json=args.json)
 
 

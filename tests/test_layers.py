@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "gradientmail"
 # Imports point to a smaller number. Modules of one number never import each other, except the
 # shared words and files inside one folder.
 LAYERS = {
-    **dict.fromkeys(("schema", "event", "health", "events", "clock", "errors"), 0),
+    **dict.fromkeys(("schema", "event", "health", "events", "clock", "calls", "errors"), 0),
     **dict.fromkeys(("buffers", "forking", "opened"), 0),
     **dict.fromkeys(("mailbox", "backend"), 1),
     **dict.fromkeys(("exchange", "algorithm"), 2),

@@ -1,8 +1,4 @@
-"""A thread with an event loop, and threads for blocking work, that never keep a process alive.
-
-``concurrent.futures`` joins its threads when the interpreter exits, so that one call that hangs in
-a store would keep the process. The threads here are daemons: an abandoned call dies with it.
-"""
+"""A thread with an event loop, and threads for blocking work, that never keep a process alive."""
 
 import asyncio
 import queue
@@ -11,6 +7,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, override
+
+from gradientmail.calls import PendingCall, start_daemon
 
 
 class DaemonExecutor(ThreadPoolExecutor):
@@ -22,9 +20,7 @@ class DaemonExecutor(ThreadPoolExecutor):
     def __init__(self, max_workers: int, name: str) -> None:
         """Start no thread yet."""
         super().__init__(max_workers=max_workers)
-        self._calls: queue.SimpleQueue[tuple[Future[Any], partial[Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._calls: queue.SimpleQueue[PendingCall[Any] | None] = queue.SimpleQueue()
         self._free = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._started = 0
@@ -34,22 +30,13 @@ class DaemonExecutor(ThreadPoolExecutor):
     @override
     def submit[**P, T](self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run ``fn(*args, **kwargs)`` on one of the threads."""
-        future: Future[T] = Future()
-        self._calls.put((future, partial(fn, *args, **kwargs)))
+        call = PendingCall(partial(fn, *args, **kwargs))
+        self._calls.put(call)
         with self._lock:
             if not self._free.acquire(blocking=False) and self._started < self._limit:
-                self._start_thread()
-        return future
-
-    def _start_thread(self) -> None:
-        name = f"{self._name}-{self._started + 1}"
-        try:
-            threading.Thread(target=self._work, name=name, daemon=True).start()
-        except RuntimeError:  # when the interpreter exits; the threads there are serve the call
-            if not self._started:
-                raise
-        else:
-            self._started += 1
+                name = f"{self._name}-{self._started + 1}"
+                self._started += start_daemon(self._work, name, others=self._started)
+        return call.future
 
     @override
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -59,23 +46,11 @@ class DaemonExecutor(ThreadPoolExecutor):
 
     def _work(self) -> None:
         while True:
-            item = self._calls.get()
-            if item is None:
+            call = self._calls.get()
+            if call is None:
                 return
-            future, call = item
-            del item
-            if future.set_running_or_notify_cancel():
-                try:
-                    result = call()
-                except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    # Before anybody hears of the end: what was passed is not looked at any more.
-                    del call
-                    future.set_result(result)
-                    del result
-            call = None
-            del future
+            call.run()
+            del call  # and with it what it gave
             self._free.release()
 
 

@@ -165,7 +165,9 @@ def test_outer_state_is_the_recorded_one(backend: Backend, name: str, round_: in
 def test_theta_is_the_recorded_one(backend: Backend, round_: int) -> None:
     run = RUNS["f32-default"]
     theta, _, _ = commit(backend, "f32-default", round_)
-    for tensor, placed in run.payload(backend, run.rounds[round_]["theta"]).items():
+    expected = run.payload(backend, run.rounds[round_]["theta"])
+    assert theta.keys() == expected.keys()
+    for tensor, placed in expected.items():
         close(theta[tensor].tensor(), placed.tensor())
 
 

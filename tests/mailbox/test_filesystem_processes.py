@@ -103,9 +103,11 @@ def kill_writers(root: Path, processes: Processes, links: str, seed: int, kills:
             writer = processes.start("write", root, links, first)
             assert writer.stdout is not None
             assert writer.stdout.readline() == "ready\n"
-            end = time.monotonic() + random.uniform(0.0, 0.15)
-            while time.monotonic() < end:
-                await check(reader, (await reader.list("large/", after=checked))[-1:])
+            end, newest = time.monotonic() + random.uniform(0.0, 0.15), ""
+            # The first lives until one object is whole, or on a slow disk none would ever be.
+            while time.monotonic() < end or not (kill or newest):
+                for newest in (await reader.list("large/", after=checked))[-1:]:
+                    await check(reader, [newest])
             writer.kill()
             writer.wait()
             keys = await FilesystemMailbox(root).list("large/", after=checked)
@@ -113,6 +115,7 @@ def kill_writers(root: Path, processes: Processes, links: str, seed: int, kills:
             assert os.listdir(root / ".tmp") == [], kill
             await reader.delete(keys[:-1])
             checked = keys[-1] if keys else checked
+        assert checked
 
     asyncio.run(main())
 

@@ -1,7 +1,9 @@
 """A learner over a handoff that the test itself works."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from tests.node.history import record
 from tests.node.worlds import Tiny
 
 from gradientmail.algorithm.diloco import DiLoCo
@@ -9,7 +11,7 @@ from gradientmail.algorithm.schedule import Schedule
 from gradientmail.backend import backend_for
 from gradientmail.buffers import BufferPool
 from gradientmail.exchange.exchange import Payload
-from gradientmail.exchange.records import Estimates, Participant, Ref, RoundRecord
+from gradientmail.exchange.records import Participant, Ref
 from gradientmail.handoff import Arrival, Blank, Handoff, Version
 from gradientmail.learner import Learner
 from gradientmail.node import planned
@@ -68,8 +70,8 @@ class Bench:
         p, version_number = self.schedule.fragment(number), self.schedule.version(number)
         version = self.version(p, version_number, value)
         ref = version.payload.ref
-        record = RoundRecord(
-            round=number,
+        commit = replace(
+            record(number),
             step=self.schedule.due_step(number),
             fragment=p,
             version=version_number,
@@ -77,16 +79,10 @@ class Bench:
                 Participant(name, 1, steps, tokens, tokens**2 / steps)
                 for name, (steps, tokens) in sorted(took.items())
             ),
-            rejected=(),
-            cosine=None,
             theta=ref,
             outer=ref,
-            update=None,
-            quorum_seconds=0.0,
-            grace_seconds=0.0,
-            estimates=Estimates(None, None, None),
         )
-        self.handoff.arrivals.append(Arrival(record, version, version.arrays))
+        self.handoff.arrivals.append(Arrival(commit, version, version.arrays))
         self.handoff.tell()
 
     def steps(self, count: int, samples: int = 4) -> None:

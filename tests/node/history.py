@@ -9,6 +9,7 @@ import numpy as np
 from safetensors.numpy import load
 from tests.node.worlds import Archive, World, model_of, train_until, values
 
+from gradientmail.exchange.records import Estimates, Participant, Ref, RoundRecord
 from gradientmail.testing.world import SimulatedNode
 
 type Arrays = dict[str, np.ndarray[Any, Any]]
@@ -179,3 +180,28 @@ async def check_tidy(world: World) -> None:
     await train_until(node, lambda: world.archive.rounds() >= goal)
     await node.close()
     assert leftovers(world.archive) == []
+
+
+def record(
+    number: int,
+    *learners: str,
+    rejected: tuple[tuple[str, str], ...] = (),
+    cosine: float | None = None,
+) -> RoundRecord:
+    """The commit of a round of a run of one fragment, its payloads nowhere."""
+    ref = Ref(f"blobs/rounds/{number:010d}/{'0' * 64}.safetensors", "0" * 64, 1)
+    return RoundRecord(
+        round=number,
+        step=number + 1,
+        fragment=0,
+        version=number + 1,
+        participants=tuple(Participant(name, 1, 1, 1, 1.0) for name in learners),
+        rejected=rejected,
+        cosine=cosine,
+        theta=ref,
+        outer=ref,
+        update=None,
+        quorum_seconds=0.0,
+        grace_seconds=0.0,
+        estimates=Estimates(None, None, None),
+    )

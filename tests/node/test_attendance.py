@@ -6,40 +6,15 @@ from typing import override
 
 import pytest
 import torch
-from tests.node.history import records
+from tests.node.history import record, records
 from tests.node.worlds import World, drift, happened
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.attendance import Attendance, Waiting, explain_silence
 from gradientmail.events import DeltasParallel, LearnerMissing, RoundWaits
-from gradientmail.exchange.records import Estimates, Participant, Ref, RoundRecord
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 from gradientmail.testing.virtual_time import run_virtual
 from gradientmail.testing.world import SimulatedNode
-
-
-def record(
-    number: int,
-    *learners: str,
-    rejected: tuple[tuple[str, str], ...] = (),
-    cosine: float | None = None,
-) -> RoundRecord:
-    ref = Ref(f"blobs/rounds/{number:010d}/{'0' * 64}.safetensors", "0" * 64, 1)
-    return RoundRecord(
-        round=number,
-        step=number + 1,
-        fragment=0,
-        version=number + 1,
-        participants=tuple(Participant(name, 1, 1, 1, 1.0) for name in learners),
-        rejected=rejected,
-        cosine=cosine,
-        theta=ref,
-        outer=ref,
-        update=None,
-        quorum_seconds=0.0,
-        grace_seconds=0.0,
-        estimates=Estimates(None, None, None),
-    )
 
 
 def why() -> str:

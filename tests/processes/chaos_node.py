@@ -9,22 +9,17 @@ import json
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, override
 from urllib.parse import quote
 
-import torch
+from tests.processes.learning import learn, warm
 
 import gradientmail as gm
-from gradientmail.backend import backend_for
-from gradientmail.events import Event, TaskFailed
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
-
-ALGORITHM = gm.DiLoCo(sync_every=4, fragments=2, in_flight=2)
 
 
 class Archiving(WrappedMailbox):
@@ -70,34 +65,15 @@ def open_store(store: dict[str, str]) -> Mailbox:
 
 def live(store: dict[str, str], archive: str, learner: str, rounds: int) -> None:
     """Train until killed, or until so many rounds more are seen if ``rounds`` is not 0."""
-    torch.set_num_threads(1)
-    torch.manual_seed(len(learner))
-    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 20))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def tell(event: Event) -> None:
-        if isinstance(event, TaskFailed):
-            print(f"failed {event}", flush=True)
-
-    with gm.Session(
-        model,
-        algorithm=ALGORITHM,
-        mailbox=Archiving(open_store(store), Path(archive)),
-        learner_id=learner,
+    session, _ = learn(
+        Archiving(open_store(store), Path(archive)),
+        learner,
+        rounds,
+        pause=0.03,
         poll_interval=0.05,
         lease_every=0.4,
         lease_timeout=1.5,
-        callbacks=[tell],
-    ) as session:
-        print(f"joined {session.rounds_seen}", flush=True)
-        goal = session.rounds_seen + rounds if rounds else 10**9
-        while session.rounds_seen < goal:
-            loss = model(torch.randn(4, 40)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            session.step(samples=4)
-            time.sleep(0.03)
+    )
     print(f"closed {session.rounds_seen}", flush=True)
 
 
@@ -128,9 +104,7 @@ def run(row: dict[str, Any]) -> int:
 
 def serve() -> None:
     """Answer until the input ends, then kill what is left."""
-    warm = torch.nn.Linear(1, 1)
-    backend_for(warm)
-    torch.optim.SGD(warm.parameters(), lr=0.01)  # it imports a good deal more
+    warm()
     alive: set[int] = set()
     for line in sys.stdin:
         row = json.loads(line)

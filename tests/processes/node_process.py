@@ -7,49 +7,23 @@ round> <digest of the parameters>``.
 
 import hashlib
 import sys
-import time
 
-import torch
+from tests.processes.learning import learn, warm
 from tests.processes.stores import store_at
-
-import gradientmail as gm
-from gradientmail.backend import backend_for
-from gradientmail.events import Event, TaskFailed
-
-ALGORITHM = gm.DiLoCo(sync_every=4, fragments=2, in_flight=2)
 
 
 def main(root: str, learner: str, rounds: int) -> None:
     """Train."""
     slowness = 5 if root.startswith("http://") else 1  # a request costs more than a file
-    torch.set_num_threads(1)
-    torch.manual_seed(len(learner))
-    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 20))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def tell(event: Event) -> None:
-        if isinstance(event, TaskFailed):
-            print(f"failed {event}", flush=True)
-
-    with gm.Session(
-        model,
-        algorithm=ALGORITHM,
-        mailbox=store_at(root),
-        learner_id=learner,
+    session, model = learn(
+        store_at(root),
+        learner,
+        rounds,
+        pause=0.02,
         poll_interval=0.02 * slowness,
         lease_every=0.25 * slowness,
         lease_timeout=1.0 * slowness,
-        callbacks=[tell],
-    ) as session:
-        print(f"joined {session.rounds_seen}", flush=True)
-        goal = session.rounds_seen + rounds if rounds else 10**9
-        while session.rounds_seen < goal:
-            loss = model(torch.randn(4, 40)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            session.step(samples=4)
-            time.sleep(0.02)
+    )
     digest = hashlib.sha256()
     for _, parameter in sorted(model.named_parameters()):
         digest.update(parameter.detach().numpy().tobytes())
@@ -64,9 +38,7 @@ def serve() -> None:
     import os
     import signal
 
-    warm = torch.nn.Linear(1, 1)
-    backend_for(warm)
-    torch.optim.SGD(warm.parameters(), lr=0.01)  # it imports a good deal more
+    warm()
     if sys.argv[2:] == ["s3"]:
         store_at("http://127.0.0.1:1/bucket/prefix")  # so does boto3
     nodes: dict[str, int] = {}

@@ -10,9 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
-import torch
-
-from gradientmail.backend import backend_for
+from tests.processes.learning import warm
 
 
 def child(folder: str, log: str) -> int:
@@ -31,9 +29,7 @@ def child(folder: str, log: str) -> int:
 
 def serve() -> None:
     """Answer line by line; at the end of the input, kill what is left."""
-    warm = torch.nn.Linear(1, 1)
-    backend_for(warm)
-    torch.optim.SGD(warm.parameters(), lr=0.01)  # it imports a good deal more
+    warm()
     alive: set[int] = set()
     for line in sys.stdin:
         match line.split():

@@ -72,6 +72,21 @@ class Message:
 type Decide = Callable[[Message], Fault | None]
 
 
+TRANSIENT = (
+    (408, "RequestTimeout"),
+    (423, "Locked"),
+    (429, "TooManyRequests"),
+    (499, "ClientClosedRequest"),
+    (500, "InternalError"),
+    (502, "BadGateway"),
+    (503, "SlowDown"),
+    (504, "GatewayTimeout"),
+    (403, "RequestTimeTooSkewed"),
+    (400, "ExpiredToken"),
+)
+"""Statuses and codes of a store that may answer otherwise next time."""
+
+
 @dataclass
 class FaultProxy:
     """``endpoint`` leads to ``upstream``, with what ``decide`` says done to each request."""

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 from tests.s3 import servers
-from tests.s3.fault_proxy import Decide, Fault, FaultProxy, Message
+from tests.s3.fault_proxy import TRANSIENT, Decide, Fault, FaultProxy, Message
 
 from gradientmail.buffers import HOST
 from gradientmail.clock import MonotonicClock, inline
@@ -89,19 +89,7 @@ def first(
     return decide
 
 
-ANSWERS = [
-    (408, "RequestTimeout"),
-    (400, "RequestTimeout"),
-    (423, "Locked"),
-    (429, "TooManyRequests"),
-    (499, "ClientClosedRequest"),
-    (500, "InternalError"),
-    (502, "BadGateway"),
-    (503, "SlowDown"),
-    (504, "GatewayTimeout"),
-    (403, "RequestTimeTooSkewed"),
-    (400, "ExpiredToken"),
-]
+ANSWERS = [*TRANSIENT, (400, "RequestTimeout")]
 
 
 def test_each_transient_answer_is_told_and_then_over(box: S3Mailbox, proxy: FaultProxy) -> None:

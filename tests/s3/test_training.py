@@ -9,26 +9,14 @@ from random import Random
 import pytest
 import torch
 from tests.processes.fleet import Fleet, check_folder
-from tests.s3.fault_proxy import Fault, FaultProxy, Message
+from tests.s3.fault_proxy import TRANSIENT, Fault, FaultProxy, Message
 
 import gradientmail as gm
 from gradientmail.events import Event, StoreUnavailable
 from gradientmail.mailbox import retrying
 
 ALGORITHM = gm.DiLoCo(sync_every=4, fragments=2, in_flight=2, quorum_size=2)
-ANSWERS = [
-    (408, "RequestTimeout"),
-    (423, "Locked"),
-    (429, "TooManyRequests"),
-    (499, "ClientClosedRequest"),
-    (409, "ConditionalRequestConflict"),
-    (500, "InternalError"),
-    (502, "BadGateway"),
-    (503, "SlowDown"),
-    (504, "GatewayTimeout"),
-    (403, "RequestTimeTooSkewed"),
-    (400, "ExpiredToken"),
-]
+ANSWERS = [*TRANSIENT, (409, "ConditionalRequestConflict")]
 BREAKS = ("drop before", "drop after", "reset", "truncate", "delay")
 
 

@@ -1,6 +1,7 @@
 """Small models and training loops for sessions with real threads."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,18 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: i
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+
+
+def train_until(session: gm.Session, model: torch.nn.Module, rounds: int) -> None:
+    """Train until so many rounds were seen."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(100_000):
+        if session.rounds_seen >= rounds:
+            return
+        train_step(model, optimizer, step)
+        session.step(samples=6)
+        time.sleep(0.002)
+    raise AssertionError("no round was committed")
 
 
 def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

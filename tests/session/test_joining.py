@@ -18,8 +18,8 @@ from tests.session.models import (
     net,
     no_threads_left,
     parameters,
+    train_until,
 )
-from tests.session.test_leaving import train_until
 
 import gradientmail as gm
 from gradientmail.mailbox.memory import MemoryMailbox

@@ -23,6 +23,7 @@ from tests.session.models import (
     parameters,
     together,
     train_step,
+    train_until,
 )
 
 import gradientmail as gm
@@ -71,18 +72,6 @@ def interrupt_soon() -> None:
 def keys(box: gm.MemoryMailbox, prefix: str = "") -> list[str]:
     """What is in the store."""
     return list(asyncio.run(box.list(prefix)))
-
-
-def train_until(session: gm.Session, model: torch.nn.Module, rounds: int) -> None:
-    """Train until so many rounds were seen."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(100_000):
-        if session.rounds_seen >= rounds:
-            return
-        train_step(model, optimizer, step)
-        session.step(samples=6)
-        time.sleep(0.002)
-    raise AssertionError("no round was committed")
 
 
 def test_a_clean_exit_waits_for_its_rounds_and_holds_the_newest_commit() -> None:

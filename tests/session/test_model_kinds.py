@@ -287,6 +287,9 @@ def test_what_is_frozen_only_within_a_step_and_frozen_additions_are_no_error() -
     with session(box, model) as joined:
         model.probe = nn.Linear(2, 2).requires_grad_(requires_grad=False)
         train(joined, alternate)
+    aligned = Adapted(1)
+    assert gm.align(aligned, mailbox=box) == joined.rounds_seen >= 0
+    assert torch.equal(aligned.up.weight, model.up.weight)
 
 
 # Buffers

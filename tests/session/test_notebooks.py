@@ -21,7 +21,7 @@ from tests.session.models import (
     equal,
     net,
     no_threads_left,
-    train_step,
+    train_until,
 )
 
 import gradientmail as gm
@@ -39,14 +39,7 @@ def session(box: gm.Mailbox, model: torch.nn.Module, **changes: Any) -> gm.Sessi
 
 def train(joined: gm.Session, model: torch.nn.Module, rounds: int = 2) -> None:
     """Train until so many more rounds were seen."""
-    optimizer, wanted = torch.optim.SGD(model.parameters(), lr=0.05), joined.rounds_seen + rounds
-    for step in range(20_000):
-        if joined.rounds_seen >= wanted:
-            return
-        train_step(model, optimizer, step)
-        joined.step(samples=6)
-        time.sleep(0.001)
-    raise AssertionError("no round was committed")
+    train_until(joined, model, joined.rounds_seen + rounds)
 
 
 # A cell that is run again

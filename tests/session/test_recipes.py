@@ -65,7 +65,7 @@ def load(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 def run_with_sessions(
     algorithm: gm.DiLoCo, steps: int, check: Callable[[int, int, Values], None]
 ) -> None:
-    """Train in sessions; ``check(learner, step, parameters)`` after every step."""
+    """Train in sessions, and ``check(learner, step, parameters)`` after every step of them."""
     box, ready = gm.MemoryMailbox(), [False] * LEARNERS
     # In step, as the papers' learners are: who lags behind would publish early, when others have.
     lockstep = threading.Barrier(LEARNERS, timeout=60)
@@ -84,8 +84,11 @@ def run_with_sessions(
                 lockstep.wait()
                 session.step(samples=8)
                 check(learner, step, parameters(model))
+                checked[learner] += 1
 
+    checked = [0] * LEARNERS
     together(*(lambda learner=learner: life(learner) for learner in range(LEARNERS)))
+    assert checked == [steps] * LEARNERS
 
 
 class Straight:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-type _Job = tuple[Future[Any], partial[Any]]
+from gradientmail.calls import PendingCall, start_daemon
 
 
 class Lanes:
@@ -28,8 +28,8 @@ class Lanes:
         self._width = width
         self._name = name
         self._changed = threading.Condition()
-        self._short: deque[_Job] = deque()
-        self._bulk: deque[_Job] = deque()
+        self._short: deque[PendingCall[Any]] = deque()
+        self._bulk: deque[PendingCall[Any]] = deque()
         self._bulk_running = 0
         self._threads = 0
         self._idle = 0
@@ -40,45 +40,26 @@ class Lanes:
 
     def submit[T](self, work: Callable[..., T], /, *args: Any, bulk: bool = False) -> Future[T]:
         """Have ``work(*args)`` run on one of the threads."""
-        future: Future[T] = Future()
+        call = PendingCall(partial(work, *args))
         with self._changed:
-            (self._bulk if bulk else self._short).append((future, partial(work, *args)))
+            (self._bulk if bulk else self._short).append(call)
             if self._idle < len(self._short) + len(self._bulk) and self._threads < self._width:
-                self._start_thread()
+                name = f"{self._name}-{self._threads + 1}"
+                self._threads += start_daemon(self._work, name, others=self._threads)
             self._changed.notify()
-        return future
-
-    def _start_thread(self) -> None:
-        name = f"{self._name}-{self._threads + 1}"
-        try:
-            threading.Thread(target=self._work, name=name, daemon=True).start()
-        except RuntimeError:  # when the interpreter exits; the threads there are serve the call
-            if not self._threads:
-                raise
-        else:
-            self._threads += 1
+        return call.future
 
     def _work(self) -> None:
         while True:
-            (future, call), bulk = self._next()
-            if future.set_running_or_notify_cancel():
-                try:
-                    result = call()
-                except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    # Before anybody hears of the end: what was passed is not looked at any more.
-                    del call
-                    future.set_result(result)
-                    del result
-            call = None
-            del future
+            call, bulk = self._next()
+            call.run()
+            del call  # and with it what it gave
             if bulk:
                 with self._changed:
                     self._bulk_running -= 1
                     self._changed.notify()
 
-    def _next(self) -> tuple[_Job, bool]:
+    def _next(self) -> tuple[PendingCall[Any], bool]:
         """Wait for a call that this thread may run; and whether it is bulk."""
         with self._changed:
             self._idle += 1

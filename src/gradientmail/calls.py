@@ -1,0 +1,50 @@
+"""Calls that wait for a thread, and the daemon threads that run them.
+
+``concurrent.futures`` joins its threads when the interpreter exits, so that one call that hangs in
+a store would keep the process. Daemons do not: an abandoned call dies with it.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+
+class PendingCall[T]:
+    """Some work, and the future of what it gives."""
+
+    __slots__ = ("_work", "future")
+
+    def __init__(self, work: "partial[T]") -> None:
+        """Begin nothing yet."""
+        self._work: partial[T] | None = work
+        self.future: Future[T] = Future()
+
+    def run(self) -> None:
+        """Do the work, unless the future was cancelled meanwhile. Once."""
+        work, self._work = self._work, None
+        if work is None or not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = work()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            # Before anybody hears of the end: what was passed is not looked at any more.
+            del work
+            self.future.set_result(result)
+
+
+def start_daemon(work: Callable[[], None], name: str, *, others: int) -> bool:
+    """Start a daemon thread; whether it could be.
+
+    It cannot when the interpreter exits. Then the ``others`` serve the calls, and without any
+    ``RuntimeError`` is raised.
+    """
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except RuntimeError:
+        if not others:
+            raise
+        return False
+    return True
