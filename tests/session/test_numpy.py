@@ -72,9 +72,9 @@ class Merging(NumpyBackend):
     def __init__(self) -> None:
         self.steps = 0
 
-    def nesterov(self, delta: Combination, momentum: Any, master: Any, **options: Any) -> None:
+    def nesterov(self, delta: Combination, momentum: Any, master: Any, **options: Any) -> bool:
         self.steps += 1
-        super().nesterov(delta, momentum, master, **options)
+        return super().nesterov(delta, momentum, master, **options)
 
 
 class TorchMerging(TorchBackend):
@@ -84,9 +84,9 @@ class TorchMerging(TorchBackend):
         super().__init__()
         self.steps = 0
 
-    def nesterov(self, delta: Combination, momentum: Any, master: Any, **options: Any) -> None:
+    def nesterov(self, delta: Combination, momentum: Any, master: Any, **options: Any) -> bool:
         self.steps += 1
-        super().nesterov(delta, momentum, master, **options)
+        return super().nesterov(delta, momentum, master, **options)
 
 
 def life(

@@ -197,11 +197,11 @@ class KnowsFp32Alone(NumpyBackend):
 
 
 class WritesBeforeItReads(NumpyBackend):
-    def nesterov(self, delta: Any, momentum: Any, master: Any, **options: Any) -> None:
+    def nesterov(self, delta: Any, momentum: Any, master: Any, **options: Any) -> bool:
         new = options["new_master"]
         if any(x is new for _, x in delta):
             new.fill(0.0)
-        super().nesterov(delta, momentum, master, **options)
+        return super().nesterov(delta, momentum, master, **options)
 
 
 class CopiesBuffers(NumpyBackend):

@@ -80,23 +80,18 @@ class OuterStep:
         overflowed = []
         for spec in specs:
             step = self._final_step if final else self._nesterov_step
-            step(backend, spec.name, old, deltas[spec.name], new)
+            in_range = step(backend, spec.name, old, deltas[spec.name], new)
             if self.commit_dtype is not None:
                 self._commit_update(backend, spec, old, new, update, take)
             elif spec.dtype != "F32":
                 backend.encode(new.master(spec.name), spec.dtype, new.theta[spec.name], None)
-            if not self._in_range(backend, spec.name, new):
+            if in_range and new.master(spec.name) is not new.theta[spec.name]:
+                # Theta is the master rounded, or moved by an update that may have saturated.
+                in_range = backend.is_finite(new.theta[spec.name])
+            if not in_range:
                 self._hold(backend, spec, old, new, update, take)
                 overflowed.append(spec.name)
         return tuple(overflowed)
-
-    def _in_range(self, backend: Backend, name: str, new: FragmentState) -> bool:
-        """Whether a step came out finite. A momentum that is not makes the master infinite, too.
-
-        Theta is the master rounded, or moved by an update that may have saturated.
-        """
-        finite = backend.is_finite(new.theta[name])
-        return finite and (self.commit_dtype is None or backend.is_finite(new.master(name)))
 
     def _hold(
         self,
@@ -130,8 +125,9 @@ class OuterStep:
         old: FragmentState,
         delta: Combination,
         new: FragmentState,
-    ) -> None:
-        backend.nesterov(
+    ) -> bool:
+        """Whether the master came out finite. A momentum that is not makes it so, too."""
+        return backend.nesterov(
             delta,
             old.momentum(name),
             old.master(name),
@@ -148,11 +144,12 @@ class OuterStep:
         old: FragmentState,
         delta: Combination,
         new: FragmentState,
-    ) -> None:
+    ) -> bool:
         momentum, kept = new.outer[f"momentum.{name}"], old.momentum(name)
         backend.combine(delta, momentum)
         backend.subtract(old.master(name), momentum, new.master(name))
         backend.combine(() if kept is None else ((1.0, kept),), momentum)
+        return backend.is_finite(new.master(name))
 
     def _commit_update(
         self,

@@ -174,9 +174,10 @@ class Backend(ABC):
         lr: float,
         new_momentum: Array,
         new_master: Array,
-    ) -> None:
+    ) -> bool:
         """``m' = β·m + Δ`` and ``master' = master − lr·(Δ + β·m')``, in fp32, in one pass.
 
+        Returns whether all of ``master'`` is finite.
         ``momentum=None`` is zero. ``master`` may be F32, F16 or BF16 (read as fp32); the outputs
         are F32. ``new_momentum`` may be ``momentum``, and ``new_master`` an F32 ``master`` or one
         of the F32 arrays of ``delta``: of each element all is read before that is written. They

@@ -124,11 +124,11 @@ class HostArithmetic(Backend):
         lr: float,
         new_momentum: Values,
         new_master: Values,
-    ) -> None:
+    ) -> bool:
         """``m' = β·m + Δ`` and ``master' = master − lr·(Δ + β·m')``, each chunk read once."""
         factors = [_factors(scale) for scale, _ in delta]
         decay, rate = np.float32(beta), np.float32(lr)
-        products, steps = scratch(master), scratch(master)
+        products, steps, finite = scratch(master), scratch(master), True
         old = new_momentum if momentum is None else momentum
         arrays = (master, old, new_momentum, new_master, *(x for _, x in delta))
         for base, m, new_m, new, *terms in chunks(*arrays):
@@ -141,6 +141,8 @@ class HostArithmetic(Backend):
             np.add(step, np.multiply(new_m, decay, out=product), out=step)
             np.multiply(step, rate, out=step)
             np.subtract(_fp32(base, product), step, out=new)
+            finite = finite and bool(np.isfinite(new).all())
+        return finite
 
     @quiet
     def encode(self, x: Values, dtype: str, data: Values, scale: Values | None) -> None:

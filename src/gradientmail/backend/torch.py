@@ -8,7 +8,17 @@ from typing import override
 
 from gradientmail.backend.base import Backend, Combination, fp32_factors
 from gradientmail.backend.cuda_copies import pinned_memory
-from gradientmail.backend.torch_chunks import CHUNK, Tensor, chunks, constant, scratch, torch
+from gradientmail.backend.torch_chunks import (
+    CHUNK,
+    Tensor,
+    again,
+    chunks,
+    constant,
+    fp32_pieces,
+    pieces,
+    scratch,
+    torch,
+)
 from gradientmail.backend.torch_formats import DECODERS, ENCODERS, convert, pieces_of
 from gradientmail.backend.torch_model import TorchParameters
 from gradientmail.backend.torch_names import TrainedSet, places
@@ -95,26 +105,23 @@ class TorchBackend(Backend):
 
     def subtract(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         """``out = left − right`` in fp32, rounded to ``out``'s dtype."""
-        _elementwise(torch.sub, left, right, out)
+        _exhaust(_elementwise(torch.sub, left, right, out))
 
     def add(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         """``out = left + right`` in fp32, rounded to ``out``'s dtype."""
-        _elementwise(torch.add, left, right, out)
+        _exhaust(_elementwise(torch.add, left, right, out))
 
     def sum_of_squares(self, x: Tensor) -> float:
         """``Σ x²``: in float64, large tensors by rows in fp32 unless that could lose digits."""
         return self.dot(x, x)
 
     def is_finite(self, x: Tensor) -> bool:
-        """By a sum, which an element that is not finite makes so too; then, if need be, exactly."""
-        parts = [piece for (piece,) in chunks(x)]
-        if all(math.isfinite(float(piece.sum(dtype=torch.float32))) for piece in parts):
-            return True
-        return all(bool(piece.isfinite().all()) for piece in parts)
+        """Whether every element is."""
+        return all(map(_is_finite, pieces(x)))
 
     def clamp(self, x: Tensor, limit: float) -> None:
         """Into [−limit, limit], in place; NaN becomes 0."""
-        for (piece,) in chunks(x):
+        for piece in pieces(x):
             torch.nan_to_num(piece, nan=0.0, posinf=limit, neginf=-limit, out=piece)
             piece.clamp_(-limit, limit)
 
@@ -122,10 +129,13 @@ class TorchBackend(Backend):
         """``Σ x·y``: in float64, large tensors by rows in fp32 unless that could lose digits."""
         if x.numel() < ROWS_FROM:
             return _exact_dot(x, y)
-        first, second, sums = scratch(x), scratch(y), _RowSums(x)
-        for a, b in chunks(x, y):
-            left = _fp32(a, first)
-            sums.add(left, left if x is y else _fp32(b, second))
+        sums, lefts = _RowSums(x), fp32_pieces(x)
+        if x is y:
+            for left in lefts:
+                sums.add(left, left)
+        else:
+            for left, right in zip(lefts, fp32_pieces(y), strict=True):
+                sums.add(left, right)
         total = sums.total()
         return _exact_dot(x, y) if total is None else total
 
@@ -140,7 +150,11 @@ class TorchBackend(Backend):
         if out.numel() < ROWS_FROM:
             return super().subtract_squares(left, right, out)
         sums = _RowSums(out)
-        _elementwise(torch.sub, left, right, out, sums)
+        written: Iterable[Tensor] = _elementwise(torch.sub, left, right, out)
+        if out.dtype != torch.float32:
+            written = map(torch.Tensor.copy_, again(scratch(out), out), written)
+        for piece in written:
+            sums.add(piece, piece)
         total = sums.total()
         return _exact_dot(out, out) if total is None else total
 
@@ -148,12 +162,10 @@ class TorchBackend(Backend):
         """``dot`` and ``sum_of_squares`` of ``y``, which is read once."""
         if y.numel() < ROWS_FROM:
             return super().dot_squares(x, y)
-        first, second = scratch(x), scratch(y)
         dots, squares = _RowSums(x), _RowSums(y)
-        for a, b in chunks(x, y):
-            piece = _fp32(b, second)
-            squares.add(piece, piece)
-            dots.add(_fp32(a, first), piece)
+        for left, right in zip(fp32_pieces(x), fp32_pieces(y), strict=True):
+            dots.add(left, right)
+            squares.add(right, right)
         total, square = dots.total(), squares.total()
         both_good = total is not None and square is not None
         return (total, square) if both_good else super().dot_squares(x, y)
@@ -161,20 +173,20 @@ class TorchBackend(Backend):
     def accumulate(self, out: Tensor, x: Tensor, *, keep: float, scale: float) -> None:
         """``out = keep·out + scale·x``, each product rounded to fp32 before the sum."""
         keeps, scales = _factors(keep), _factors(scale)
-        product = scratch(out)
-        for o, v in chunks(out, x):
+        products = again(scratch(out), out)
+        for (o, v), product in zip(chunks(out, x), products, strict=True):
             if keep == 0.0:
                 _scaled(v, scales, o)
                 continue
             if keep != 1.0:
                 _scaled(o, keeps, o)
             if scale:
-                o.add_(_scaled(v, scales, product[: o.numel()]))
+                o.add_(_scaled(v, scales, product))
 
     def combine(self, delta: Combination, out: Tensor) -> None:
         """``out = Σ cᵢ·xᵢ``, each product rounded to fp32 before the sum."""
-        factors, product = [_factors(scale) for scale, _ in delta], scratch(out)
-        for o, *terms in chunks(out, *(x for _, x in delta)):
+        factors, products = [_factors(scale) for scale, _ in delta], again(scratch(out), out)
+        for (o, *terms), product in zip(chunks(out, *(x for _, x in delta)), products, strict=True):
             _combined(terms, factors, o, product)
 
     def nesterov(
@@ -187,20 +199,24 @@ class TorchBackend(Backend):
         lr: float,
         new_momentum: Tensor,
         new_master: Tensor,
-    ) -> None:
+    ) -> bool:
         """``m' = β·m + Δ`` and ``master' = master − lr·(Δ + β·m')``, each chunk read once."""
-        factors = [_factors(scale) for scale, _ in delta]
-        product, total = scratch(master), scratch(master)
+        factors, finite = [_factors(scale) for scale, _ in delta], True
+        products, steps = again(scratch(master), master), again(scratch(master), master)
         old = new_momentum if momentum is None else momentum
-        arrays = (master, old, new_momentum, new_master, *(x for _, x in delta))
-        for base, m, new_m, new, *terms in chunks(*arrays):
-            step = _combined(terms, factors, total[: base.numel()], product)
+        others = chunks(old, new_momentum, new_master, *(x for _, x in delta))
+        for base, product, step, (m, new_m, new, *terms) in zip(
+            fp32_pieces(master), products, steps, others, strict=True
+        ):
+            _combined(terms, factors, step, product)
             if momentum is None:
                 new_m.copy_(step)
             else:
                 torch.add(step, m, alpha=beta, out=new_m)
             step.add_(new_m, alpha=beta)
-            torch.add(_fp32(base, product), step, alpha=-lr, out=new)
+            torch.add(base, step, alpha=-lr, out=new)
+            finite = finite and _is_finite(new)
+        return finite
 
     def encode(self, x: Tensor, dtype: str, data: Tensor, scale: Tensor | None) -> None:
         """Write the F32 ``x`` as ``dtype``, rounded to nearest even."""
@@ -227,14 +243,13 @@ class TorchBackend(Backend):
     ) -> bool:
         """``encode`` of ``left − right``, which exists in pieces only; whether it is finite."""
         del blank
-        difference, second = scratch(left), scratch(left)
+        memory = scratch(left)
 
-        def pieces() -> Iterator[Tensor]:
-            for x, y in chunks(left, right):
-                first = difference[: x.numel()]
-                yield torch.sub(_fp32(x, first), _fp32(y, second), out=first)
+        def differences() -> Iterator[Tensor]:
+            both = zip(fp32_pieces(left), fp32_pieces(right), again(memory, left), strict=True)
+            return (torch.sub(x, y, out=difference) for x, y, difference in both)
 
-        return ENCODERS[dtype](pieces, data, scale)
+        return ENCODERS[dtype](differences, data, scale)
 
     def add_decoded(
         self,
@@ -247,11 +262,12 @@ class TorchBackend(Backend):
     ) -> None:
         """``out = base + decoded``, which exists in pieces only."""
         del blank
-        values, first = scratch(out), scratch(out)
-        targets = (values[: piece.numel()] for (piece,) in chunks(out))
-        decoded = DECODERS[dtype](data, scale, targets)
-        for (x, o), y in zip(chunks(base, out), decoded, strict=True):
-            o.copy_(torch.add(_fp32(x, first), y, out=y))
+        decoded = DECODERS[dtype](data, scale, again(scratch(out), out))
+        for x, y, o in zip(fp32_pieces(base), decoded, pieces(out), strict=True):
+            if o.dtype == torch.float32:
+                torch.add(x, y, out=o)
+            else:
+                o.copy_(torch.add(x, y, out=y))
 
 
 def _exhaust(steps: Iterable[object]) -> None:
@@ -260,30 +276,27 @@ def _exhaust(steps: Iterable[object]) -> None:
         pass
 
 
-def _fp32(x: Tensor, scratch: Tensor) -> Tensor:
-    return x if x.dtype == torch.float32 else scratch[: x.numel()].copy_(x)
+def _is_finite(piece: Tensor) -> bool:
+    """By a sum, which an element that is not finite makes so too; then, if need be, exactly."""
+    total = piece.sum(dtype=torch.float32)
+    return math.isfinite(total.item()) or bool(piece.isfinite().all())
 
 
 def _elementwise(
-    operation: Callable[..., Tensor],
-    left: Tensor,
-    right: Tensor,
-    out: Tensor,
-    squares: "_RowSums | None" = None,
-) -> None:
-    """``operation`` in fp32, rounded once; ``squares`` takes in the squares of what was written."""
-    one_dtype = left.dtype == right.dtype == out.dtype
-    first, second = scratch(out), scratch(out)
-    for x, y, o in chunks(left, right, out):
-        if one_dtype:  # then PyTorch itself computes in fp32 and rounds once
-            operation(x, y, out=o)
-        elif o.dtype == torch.float32:
-            operation(_fp32(x, first), _fp32(y, second), out=o)
-        else:
-            o.copy_(operation(_fp32(x, first), _fp32(y, second), out=first[: o.numel()]))
-        if squares:
-            written = _fp32(o, first)
-            squares.add(written, written)
+    operation: Callable[..., Tensor], left: Tensor, right: Tensor, out: Tensor
+) -> Iterator[Tensor]:
+    """``operation`` in fp32, rounded once; gives each piece of ``out`` when it is written."""
+    if left.dtype == right.dtype == out.dtype:  # PyTorch itself computes in fp32 and rounds once
+        for x, y, o in chunks(left, right, out):
+            yield operation(x, y, out=o)
+        return
+    both = zip(fp32_pieces(left), fp32_pieces(right), strict=True)
+    if out.dtype == torch.float32:
+        for (x, y), o in zip(both, pieces(out), strict=True):
+            yield operation(x, y, out=o)
+        return
+    for (x, y), o, result in zip(both, pieces(out), again(scratch(out), out), strict=True):
+        yield o.copy_(operation(x, y, out=result))
 
 
 def _factors(scale: float) -> list[Tensor]:
@@ -303,12 +316,13 @@ def _combined(
     terms: Sequence[Tensor], factors: Sequence[Sequence[Tensor]], out: Tensor, product: Tensor
 ) -> Tensor:
     """``out = Σ cᵢ·xᵢ`` of one piece; ``product`` is scratch."""
-    if not terms:
-        return out.zero_()
-    _scaled(terms[0], factors[0], out)
-    for x, scales in zip(terms[1:], factors[1:], strict=True):
-        out.add_(_scaled(x, scales, product[: out.numel()]))
-    return out
+    total: Tensor | None = None
+    for x, scales in zip(terms, factors, strict=True):
+        if total is None:
+            total = _scaled(x, scales, out)
+        else:
+            total.add_(_scaled(x, scales, product))
+    return out.zero_() if total is None else total
 
 
 class _RowSums:
@@ -316,25 +330,29 @@ class _RowSums:
 
     def __init__(self, like: Tensor) -> None:
         self._product = scratch(like)
+        self._by_row = self._product.view(-1, ROW)
         self._rows = torch.empty(like.numel() // ROW, dtype=torch.float32, device="cpu")
-        self._count, self._filled, self._tail = like.numel(), 0, 0.0
+        self._parts = iter(self._rows.split(CHUNK // ROW))
+        self._count, self._tail = like.numel(), 0.0
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Take in the next piece of both, F32."""
-        count = x.numel() // ROW
-        whole, rows = count * ROW, self._rows[self._filled : self._filled + count]
-        product = torch.mul(x[:whole], y[:whole], out=self._product[:whole])
-        torch.sum(product.view(count, ROW), dim=1, out=rows)
-        self._filled += count
-        if whole < x.numel():  # only the last piece has less than a row left
-            self._tail += _exact_dot(x[whole:], y[whole:])
+        if x.numel() == CHUNK:
+            torch.mul(x, y, out=self._product)
+            torch.sum(self._by_row, dim=1, out=next(self._parts))
+            return
+        whole = x.numel() // ROW * ROW  # the last piece may have less than a row left
+        self._tail += _exact_dot(x[whole:], y[whole:])
+        if whole:
+            product = torch.mul(x[:whole], y[:whole], out=self._product[:whole])
+            torch.sum(product.view(-1, ROW), dim=1, out=next(self._parts))
 
     def total(self) -> float | None:
         """The sum; None when overflow or underflow in fp32 can matter in it.
 
         Underflow loses less than 2e-38 an element, so a larger sum has lost no digit that counts.
         """
-        total = self._tail + sum(float(part.double().sum()) for part in self._rows.split(CHUNK))
+        total = self._tail + sum(float(part.double().sum()) for part in pieces(self._rows))
         return total if math.isfinite(total) and abs(total) > 1e-28 * self._count else None
 
 

@@ -15,7 +15,7 @@ every_count = pytest.mark.parametrize("count", [1, 40_000, 2**20 + 5])
 
 
 class BackendRange(ABC):
-    """``is_finite`` and ``clamp``."""
+    """``is_finite``, ``clamp``, and what the outer step says of its result."""
 
     @abstractmethod
     def make_backend(self) -> Backend:
@@ -44,6 +44,31 @@ class BackendRange(ABC):
         values = np.full(40_000, LARGEST[dtype], np.float32)
         assert backend.is_finite(put(backend, values, dtype).array)
         assert backend.is_finite(put(backend, np.zeros((0,), np.float32), dtype).array)
+
+    @every_count
+    def test_the_outer_step_tells_whether_it_came_out_finite(self, count: int) -> None:
+        """Of the master; one value counts wherever it is, and large sums of finite ones do not."""
+        assert self._stepped(np.full(count, LARGEST["F32"], np.float32))
+        for place in {0, count // 2, count - 1}:
+            for value in NOT_FINITE:
+                master = np.array(draw((count,), 3))
+                master[place] = value
+                assert not self._stepped(master)
+
+    def _stepped(self, master: "np.ndarray[tuple[int], np.dtype[np.float32]]") -> bool:
+        backend = self.make_backend()
+        zero, new_momentum, new_master = (
+            put(backend, np.zeros(master.shape, np.float32)).array for _ in range(3)
+        )
+        return backend.nesterov(
+            [(1.0, zero)],
+            zero,
+            put(backend, master).array,
+            beta=0.9,
+            lr=0.7,
+            new_momentum=new_momentum,
+            new_master=new_master,
+        )
 
     @every_dtype
     @every_count

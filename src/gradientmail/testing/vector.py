@@ -131,7 +131,7 @@ class VectorBackend(Backend):
         lr: float,
         new_momentum: Array,
         new_master: Array,
-    ) -> None:
+    ) -> bool:
         merged = _sum(delta, len(master))
         kept = [0.0] * len(master) if momentum is None else momentum.tolist()
         for index, change in enumerate(merged):
@@ -140,6 +140,7 @@ class VectorBackend(Backend):
             force = beta * kept[index] + change
             new_momentum[index] = force
             new_master[index] = place - lr * (change + beta * force)
+        return all(map(math.isfinite, new_master))
 
     @override
     def encode(self, x: Array, dtype: str, data: Array, scale: Array | None) -> None:
