@@ -24,6 +24,7 @@ from gradientmail.events import (
 )
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
+from gradientmail.exchange.lease import sweep_beats
 from gradientmail.exchange.records import Estimates, RoundRecord
 from gradientmail.holding import Holding
 from gradientmail.run import Run
@@ -329,6 +330,9 @@ class Syncer:
             await self._exchange.delete(keys)
             if self._watch.late_snapshots or self._commits_in_a_row % (4 * fragments) == 0:
                 await sweep_thoroughly(self._exchange, number, fragments)
+            if beats := self._watch.silent_beats():
+                await sweep_beats(self._exchange.mailbox, beats)
+                await self._watch.refresh_leases()
         except Exception as error:
             self._announce(TaskFailed(task="sweep", error=repr(error), round=number))
 

@@ -22,7 +22,7 @@ from gradientmail.events import (
 )
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
-from gradientmail.exchange.lease import LeaseBook
+from gradientmail.exchange.lease import LeaseBook, kept_seconds
 from gradientmail.exchange.records import Estimates, RoundRecord
 from gradientmail.progress import Progress
 from gradientmail.rhythm import LONGEST_PAUSE_SECONDS, Rhythm
@@ -176,6 +176,12 @@ class Watch:
         if live != self.live:
             self.live = live
             self.changed.set()
+
+    def silent_beats(self) -> list[str]:
+        """The keys of the others' beats that nobody has renewed for so long that they may go."""
+        own = layout.beats_prefix(self._learner)
+        silent = self._book.silent(kept_seconds(self._lease_timeout))
+        return [key for key in silent if not key.startswith(own)]
 
     async def list_snapshots(self, number: int) -> None:
         """Find every snapshot that is in the round now, of unknown learners too."""

@@ -1,9 +1,13 @@
 """The lease of a process, over a mailbox in memory."""
 
 import asyncio
+from collections.abc import Iterable, Sequence
+from typing import override
+
+import pytest
 
 from gradientmail.exchange import layout
-from gradientmail.exchange.lease import Lease
+from gradientmail.exchange.lease import LAST_SWEPT, Lease, LeaseBook, kept_seconds, sweep_beats
 from gradientmail.mailbox.memory import MemoryMailbox
 
 
@@ -30,3 +34,117 @@ def test_the_newer_of_two_processes_with_one_id_wins() -> None:
         return await older.renew(), await newer.renew()
 
     assert asyncio.run(main()) == (False, True)
+
+
+def test_who_was_swept_goes_on_and_its_next_process_is_newer_all_the_same() -> None:
+    """One sleeps so long that its beat is swept, one with its id begins, the first wakes up."""
+
+    async def main() -> tuple[bool, bool, bool, tuple[str, ...]]:
+        mailbox = MemoryMailbox()
+        older = Lease(mailbox, "a", "old")
+        await older.acquire()
+        for _ in range(4):
+            await older.renew()
+        await sweep_beats(mailbox, await mailbox.list(layout.beats_prefix("a")))
+        newer = Lease(mailbox, "a", "new")
+        await newer.acquire()
+        won = await older.renew(), await newer.renew()
+        await sweep_beats(mailbox, await mailbox.list(layout.beats_prefix("a")))
+        again = await newer.renew()
+        return *won, again, tuple(await mailbox.list(layout.LEASES))
+
+    assert asyncio.run(main()) == (
+        False,
+        True,
+        True,
+        (layout.swept_key(7), layout.beat_key("a", 8)),
+    )
+
+
+@pytest.mark.parametrize(("noted", "deleted"), [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)])
+def test_a_beginner_sees_what_a_sweep_leaves_however_they_interleave(
+    noted: int, deleted: int
+) -> None:
+    """A sweep notes, then deletes; who begins lists its own beats, then what was noted.
+
+    Each of the sweep's writes comes before both listings, between them, or after both.
+    """
+
+    class Interleaved(MemoryMailbox):
+        listings = 0
+
+        @override
+        async def list(self, prefix: str, /, *, after: str = "") -> Sequence[str]:
+            if noted == self.listings:
+                await self.put_if_absent(layout.swept_key(5), b"{}")
+            if deleted == self.listings:
+                await self.delete([layout.beat_key("a", 5)])
+            self.listings += 1
+            return await super().list(prefix, after=after)
+
+    async def main() -> int:
+        mailbox = Interleaved()
+        await mailbox.put_if_absent(layout.beat_key("a", 5), b"{}")
+        lease = Lease(mailbox, "a", "token")
+        await lease.acquire()
+        return lease.beat
+
+    assert asyncio.run(main()) == 6
+
+
+def test_a_sweep_notes_before_it_deletes() -> None:
+    class Deleting(MemoryMailbox):
+        noted: tuple[Sequence[str], ...] = ()
+
+        @override
+        async def delete(self, keys: Iterable[str], /) -> None:
+            self.noted += (await self.list(layout.SWEPT),)
+            await super().delete(keys)
+
+    async def main() -> tuple[Sequence[str], ...]:
+        mailbox = Deleting()
+        await mailbox.put_if_absent(layout.beat_key("a", 5), b"{}")
+        await sweep_beats(mailbox, [layout.beat_key("a", 5)])
+        return mailbox.noted
+
+    assert asyncio.run(main()) == ((layout.swept_key(5),),)
+
+
+def test_sweeps_note_only_the_furthest_beat_and_no_garbage() -> None:
+    async def main() -> tuple[int, tuple[str, ...]]:
+        mailbox = MemoryMailbox()
+        for learner, number in (("a", 9), ("b", 3), ("c", layout.MAX_ROUND), ("d", 12)):
+            await mailbox.put_if_absent(layout.beat_key(learner, number), b"{}")
+        await mailbox.put_if_absent(layout.swept_key(LAST_SWEPT + 1), b"{}")
+        await sweep_beats(mailbox, [layout.beat_key("a", 9)])
+        await sweep_beats(mailbox, [layout.beat_key("b", 3)])
+        await sweep_beats(mailbox, [layout.beat_key("c", layout.MAX_ROUND)])
+        await sweep_beats(mailbox, [layout.beat_key("d", 12)])
+        lease = Lease(mailbox, "e", "token")
+        await lease.acquire()
+        return lease.beat, tuple(await mailbox.list(layout.LEASES))
+
+    beat, keys = asyncio.run(main())
+    assert beat == 13
+    assert set(keys) == {
+        layout.swept_key(12),
+        layout.swept_key(LAST_SWEPT + 1),
+        layout.beat_key("e", 13),
+    }
+
+
+def test_silence_is_what_was_listened_to() -> None:
+    """An hour in which nobody could look is none in which anybody was silent."""
+    book, keys = LeaseBook(120.0), [layout.beat_key("a", 1), layout.beat_key("b", 1)]
+    kept = kept_seconds(120.0)
+    assert kept == 3600.0
+    assert kept_seconds(600.0) == 12_000.0
+    for minute in range(61):
+        book.observe([keys[0], layout.beat_key("b", 1 + minute)], 60.0 * minute)
+    assert book.silent(kept) == []
+    book.observe([keys[0], layout.beat_key("b", 90)], 3660.0)
+    assert book.silent(kept) == [keys[0]]
+    blind = LeaseBook(120.0)
+    blind.observe(keys, 0.0)
+    blind.observe(keys, 10 * kept)
+    assert blind.silent(kept) == []

@@ -5,13 +5,13 @@ must tell. ``test_breakages.py`` runs them all.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from gradientmail import collecting, deltas, syncer
+from gradientmail import collecting, deltas, syncer, watch
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.collecting import Collector
 from gradientmail.committing import Committer
@@ -23,9 +23,11 @@ from gradientmail.exchange.lease import Lease, LeaseBook
 from gradientmail.exchange.records import RoundRecord
 from gradientmail.holding import Held, Holding
 from gradientmail.learner import Learner
+from gradientmail.mailbox.base import Mailbox
 from gradientmail.syncer import Syncer
 from gradientmail.testing.plans import Fault, NodePlan, Plan
 from gradientmail.testing.simulated import Connection
+from gradientmail.watch import Watch
 
 type Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -269,6 +271,29 @@ def keeps_old_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lease, "_remove", remove)
 
 
+def sweeps_live_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_once(timeout: float) -> float:
+        del timeout
+        return 0.0
+
+    monkeypatch.setattr(watch, "kept_seconds", at_once)
+
+
+def sweeps_leases_without_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sweep(mailbox: Mailbox, beats: Sequence[str]) -> None:
+        await mailbox.delete(beats)
+
+    monkeypatch.setattr(syncer, "sweep_beats", sweep)
+
+
+def never_sweeps_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(self: Watch) -> list[str]:
+        del self
+        return []
+
+    monkeypatch.setattr(Watch, "silent_beats", nobody)
+
+
 def writes_the_record_first(monkeypatch: pytest.MonkeyPatch) -> None:
     async def store(self: Exchange, sealed: Any) -> Payload:
         payload = self.hold(sealed.ref, sealed.buffer, sealed.layout)
@@ -381,6 +406,15 @@ RACE = plan(
 )
 TURNS = plan(FAST, 2, *(at(10.0 + 35 * n, "pause", n % 2, 25.0) for n in range(5)), seconds=180.0)
 TAKEOVER = plan(FAST, 2, at(13.3, "crash", 0, 5.0), at(30.0, "crash", 1, 5.0), seconds=60.0)
+LONG = Plan(
+    FAST,
+    (NodePlan("n0", step_seconds=60.0), NodePlan("n1", step_seconds=60.0)),
+    (Fault(400.0, "crash", 1, again=False),),
+    seconds=6600.0,
+    poll_interval=10.0,
+    lease_every=60.0,
+    lease_timeout=120.0,
+)
 GONE = plan(replace(TWO, quorum_size=3), 3, at(12.0, "crash", 2, 1.0, again=False), seconds=200.0)
 
 BREAKAGES = [
@@ -405,6 +439,9 @@ BREAKAGES = [
     Breakage("trusts nobody", trusts_nobody, "lives", plan()),
     Breakage("reuses a beat", reuses_a_beat, "lives", plan()),
     Breakage("keeps old beats", keeps_old_beats, "leases", plan()),
+    Breakage("sweeps a live lease", sweeps_live_leases, "deletes", plan()),
+    Breakage("sweeps a lease without a note", sweeps_leases_without_a_note, "deletes", LONG),
+    Breakage("never sweeps leases", never_sweeps_leases, "leases", LONG),
     Breakage("writes records before payloads", writes_the_record_first, "order", plan()),
     Breakage("claims before it commits", claims_before_the_commit, "order", plan()),
     Breakage("forgets its claim", forgets_its_claim, "progress", SOLO),

@@ -24,6 +24,8 @@ ROUNDS = "rounds/"
 SNAPSHOTS = "snapshots/"
 CLAIMS = "claims/"
 LEASES = "leases/"
+SWEPT = "leases/_swept/"
+"""How far the beats went that were swept. No learner's: ids have no ``_``."""
 BLOBS = "blobs/"
 BLOBS_INIT = "blobs/init/"
 BLOBS_ROUNDS = "blobs/rounds/"
@@ -52,6 +54,7 @@ _ROUND = re.compile(rf"rounds/{_LONG}\.json")
 _SNAPSHOT = re.compile(rf"snapshots/{_LONG}/{_LEARNER}\.json")
 _CLAIM = re.compile(rf"claims/(?:manifest|{_LONG})/{_SHORT}\.json")
 _BEAT = re.compile(rf"leases/{_LEARNER}/{_LONG}\.json")
+_SWEPT = re.compile(rf"leases/_swept/{_LONG}\.json")
 _INIT_BLOB = re.compile(rf"blobs/init/{_SHORT}/{_STORED}")
 _ROUND_BLOB = re.compile(rf"blobs/rounds/{_LONG}/{_STORED}")
 _SNAPSHOT_BLOB = re.compile(rf"blobs/snapshots/{_LONG}/{_LEARNER}/{_STORED}")
@@ -187,6 +190,17 @@ def parse_beat_key(key: str) -> tuple[str, int] | None:
     """Learner and number of the beat that ``key`` is. The same beats are listed many times."""
     match = _BEAT.fullmatch(key)
     return (match[1], int(match[2])) if match else None
+
+
+def swept_key(n: int) -> str:
+    """Says that beats up to ``n``, of whomever, may have been swept."""
+    return f"{SWEPT}{_long(n, 'beat')}.json"
+
+
+def parse_swept_key(key: str) -> int | None:
+    """How far the swept beats went, as ``key`` says."""
+    match = _SWEPT.fullmatch(key)
+    return int(match[1]) if match else None
 
 
 # Payloads

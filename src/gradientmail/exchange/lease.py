@@ -6,6 +6,13 @@ observer notes on its own clock when it last saw a learner's newest beat change.
 Two processes with one learner id: the newer one wins, so that a restart is never blocked. A beat's
 body carries a token drawn at random by the process; a process that finds a beat of its learner that
 is newer than its own, or its own next beat taken by another token, has been replaced.
+
+The beats of those who were killed stay behind, and every restart without an id of its own has a
+new one. A closer sweeps them when it has seen no change for ``kept_seconds``. Whoever sleeps so
+long and wakes goes on: its next beat brings its lease back. But were the beats of an id gone
+without a trace, its next process would begin at 1 again, and one that slept since before it would
+pass for the newer one. So a sweep first writes how far the swept beats went, and a lease begins
+beyond that.
 """
 
 import asyncio
@@ -19,6 +26,17 @@ from gradientmail.mailbox.base import Mailbox, get_at_most
 
 LAST_BEAT = layout.MAX_ROUND // 2
 """No lease gets so far by itself; beats beyond it would leave none for the next process."""
+
+LAST_SWEPT = LAST_BEAT // 2
+"""Sweeping garbage beyond it is not noted, so that beats are left for those who begin after it."""
+
+KEPT_TIMEOUTS = 20
+KEPT_SECONDS = 3600.0
+
+
+def kept_seconds(timeout: float) -> float:
+    """How long a lease must have been seen not to change before it may be swept."""
+    return max(KEPT_TIMEOUTS * timeout, KEPT_SECONDS)
 
 
 class Lease:
@@ -53,7 +71,8 @@ class Lease:
             if max(numbers, default=0) > LAST_BEAT:
                 await self._remove(number for number in numbers if number > LAST_BEAT)
                 continue
-            self.beat = max(numbers, default=0) + 1
+            # After the own beats: a sweep writes this first, and then deletes.
+            self.beat = max([*numbers, await _swept_so_far(self._mailbox)]) + 1
             if await self._put(self.beat):
                 await self._remove(number for number in numbers if number < self.beat)
                 return
@@ -133,6 +152,31 @@ class Lease:
             await self._mailbox.delete(keys)
 
 
+async def _swept_so_far(mailbox: Mailbox) -> int:
+    return max(_noted(await mailbox.list(layout.SWEPT)), default=0)
+
+
+def _noted(keys: Iterable[str]) -> list[int]:
+    """How far beats were swept, as ``keys`` say; what no sweep can have written is left out."""
+    parsed = (layout.parse_swept_key(key) for key in keys)
+    return [number for number in parsed if number is not None and number <= LAST_SWEPT]
+
+
+async def sweep_beats(mailbox: Mailbox, beats: Sequence[str]) -> None:
+    """Delete these beats, all of learners that have long been silent, and note how far they went.
+
+    Only what was seen is deleted, key by key: a beat that comes meanwhile has another number.
+    """
+    parsed = (layout.parse_beat_key(key) for key in beats)
+    numbers = [beat[1] for beat in parsed if beat is not None and beat[1] <= LAST_SWEPT]
+    noted = _noted(await mailbox.list(layout.SWEPT))
+    furthest = max(numbers + noted, default=0)
+    if furthest not in noted:
+        await mailbox.put_if_absent(layout.swept_key(furthest), b"{}")
+    older = [layout.swept_key(number) for number in noted if number < furthest]
+    await mailbox.delete([*beats, *older])
+
+
 class LeaseBook:
     """What one observer knows of all leases, on its own clock. Pure bookkeeping."""
 
@@ -180,6 +224,22 @@ class LeaseBook:
     def listed(self) -> frozenset[str]:
         """All learners that have a beat, live or stale."""
         return frozenset(self._newest)
+
+    def silent(self, seconds: float) -> list[str]:
+        """The keys of all beats of the learners that were seen not to change for so long.
+
+        Up to the last listing: what came after it is not known, and time without a listing is none
+        that anybody was seen in.
+        """
+        now = -math.inf if self._observed_at is None else self._observed_at
+        silent = {who for who, (_, changed) in self._newest.items() if now - changed > seconds}
+        if not silent:
+            return []
+        return sorted(
+            key
+            for key in self._keys
+            if (beat := layout.parse_beat_key(key)) is not None and beat[0] in silent
+        )
 
     def _forgive_blindness(self, now: float) -> None:
         """Time in which nothing could be observed makes nobody stale.

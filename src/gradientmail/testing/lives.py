@@ -9,9 +9,10 @@ from functools import partial
 
 from gradientmail.errors import LearnerReplaced
 from gradientmail.events import Event, LearnerLost, RoundCommitted, TaskFailed, TookOver
+from gradientmail.exchange.lease import kept_seconds
 from gradientmail.node import Settings
 from gradientmail.testing.plans import NodePlan, Plan
-from gradientmail.testing.recording import RecordingMailbox
+from gradientmail.testing.recording import RecordingMailbox, Witness
 from gradientmail.testing.simulated import SimulatedMailbox, SimulatedStore
 from gradientmail.testing.striking import StrikingMailbox
 from gradientmail.testing.vector import Vector
@@ -57,6 +58,8 @@ class Life:
         self.recording = recording
         self.node: SimulatedNode | None = None
         """The newest process, once it has joined."""
+        self._joined = 0
+        """Which process that is, from 1."""
         self._views: list[SimulatedMailbox] = []
         self.calls: StrikingMailbox | None = None
         """Of the first process."""
@@ -126,8 +129,8 @@ class Life:
             self.healthy_since = asyncio.get_running_loop().time()
 
     def spoil(self) -> None:
-        """Its parameters become NaN."""
-        if self.node is not None and self._left < self._processes:
+        """Its parameters become NaN; who is leaving trains no more, and is spared."""
+        if self.node is not None and self._left < self._joined:
             model = self.node.training.model
             assert isinstance(model, Vector)
             for row in model.values.values():
@@ -148,6 +151,9 @@ class Life:
     async def _live(self, process: int) -> None:
         own, plan = self.own, self.plan
         view = self._store.view(own.connection)
+        # Seen by it for so long on its own clock, which the beats need not know of.
+        kept = kept_seconds(plan.lease_timeout) / own.clock_rate
+        view.inner = Witness(self.recording, own.name, kept - 1e-6)
         self._views.append(view)
         mailbox = StrikingMailbox(
             view,
@@ -189,7 +195,7 @@ class Life:
             self._heal()
         await node.join()
         if process == self._processes:
-            self.node = node
+            self.node, self._joined = node, process
         while process > self._left:
             if self._training:
                 await node.train(1)

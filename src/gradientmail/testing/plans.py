@@ -136,3 +136,38 @@ def random_plan(seed: int) -> Plan:
         for _ in range(random.randrange(7))
     )
     return Plan(random.choice(ALGORITHMS), nodes, faults, seconds=seconds, seed=seed)
+
+
+def long_plan(seed: int) -> Plan:
+    """Hours of a run that one or two nodes live through, while others come and are killed.
+
+    Each of those has an id of its own, as a session has that is given none. One sleeps for longer
+    than leases are kept, and wakes up. Rounds are minutes long, so that hours are few rounds.
+    """
+    random = Random(f"long plan {seed}")
+    settled, passing = random.choice((1, 2)), random.choice((8, 20))
+    hours = 3600.0 * random.choice((2.0, 3.0))
+    link = Connection(latency_seconds=random.choice((0.0, 0.4)), failures=random.choice((0.0, 0.1)))
+    stays = [
+        NodePlan(f"n{n}", step_seconds=30.0, clock_rate=random.choice((0.9, 1.0)), connection=link)
+        for n in range(settled + 1)
+    ]
+    comes = [
+        NodePlan(f"p{n}", random.uniform(0.0, hours), step_seconds=30.0, connection=link)
+        for n in range(passing)
+    ]
+    kills = [
+        Fault(one.joins_at + random.choice((1.0, 80.0, 200.0)), "crash", place, again=False)
+        for place, one in enumerate(comes, len(stays))
+    ]
+    sleeps = Fault(random.uniform(60.0, 900.0), "pause", settled, random.choice((4200.0, 5400.0)))
+    return Plan(
+        random.choice(ALGORITHMS),
+        (*stays, *comes),
+        (*kills, sleeps),
+        seconds=hours,
+        seed=seed,
+        poll_interval=5.0,
+        lease_every=30.0,
+        lease_timeout=90.0,
+    )

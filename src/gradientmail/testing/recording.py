@@ -7,7 +7,7 @@ that nothing is deleted while somebody may need it.
 
 import hashlib
 import math
-from collections.abc import Buffer, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Buffer, Callable, Coroutine, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, override
 
@@ -19,6 +19,7 @@ from gradientmail.exchange import layout
 from gradientmail.exchange.layout import BlobKey
 from gradientmail.exchange.records import Manifest, RoundRecord, SnapshotRecord
 from gradientmail.mailbox.memory import MemoryMailbox
+from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 from gradientmail.run import Run, read_run
 from gradientmail.sweeping import stale
 from gradientmail.verification import INVARIANTS, Violation
@@ -60,6 +61,7 @@ class RecordingMailbox(MemoryMailbox):
         """Every commit, in order."""
         self.run: Run | None = None
         self.most_objects = 0
+        self.most_beats = 0
         self.operations = 0
         """Writes and deletes that took effect."""
         self.committed_at = 0.0
@@ -71,6 +73,8 @@ class RecordingMailbox(MemoryMailbox):
         self._states: dict[int, State | None] = {}
         self._shared: set[str] = set()
         self._counted: dict[tuple[str, int], int] = {}
+        self._beat_at: dict[str, float] = {}
+        """When each beat was created that is there."""
 
     @property
     def history(self) -> str:
@@ -114,6 +118,7 @@ class RecordingMailbox(MemoryMailbox):
         for key in wanted:
             if key in self._objects:
                 self._note("delete", key)
+                self._beat_at.pop(key, None)
                 if key not in self._foreign:
                     self._deleting(key)
         await super().delete(wanted)
@@ -133,12 +138,14 @@ class RecordingMailbox(MemoryMailbox):
         elif (claim := layout.parse_claim_key(key)) is not None:
             self._claim(*claim, key)
         elif (beat := layout.parse_beat_key(key)) is not None:
+            self._beat_at[key] = self._now()
+            self.most_beats = max(self.most_beats, len(self._beat_at))
             beats = sum(other.startswith(layout.beats_prefix(beat[0])) for other in self._objects)
             if beats > MOST_BEATS:
                 self.tell("leases", key, f"{beats} beats")
         elif key == layout.MANIFEST:
             self._manifest(data)
-        else:
+        elif layout.parse_swept_key(key) is None:
             self.tell("order", key, "no node writes such an object")
 
     # What may come when
@@ -275,6 +282,21 @@ class RecordingMailbox(MemoryMailbox):
         used = key in {ref.key for ref in self.records[blob.index].payloads}
         return "its version may still be read" if used else None
 
+    def beats_before(self, when: float) -> list[str]:
+        """The beats that were created before ``when`` and are still there."""
+        return [key for key, since in self._beat_at.items() if since < when]
+
+    def check_sweep(self, key: str, kept: float) -> None:
+        """Another learner deletes this beat: it is as old, and what it would leave is noted."""
+        beat, since = layout.parse_beat_key(key), self._beat_at.get(key)
+        if beat is None or since is None:
+            return
+        if self._now() - since < kept:
+            self.tell("deletes", key, f"its learner renewed it {self._now() - since:.0f} s ago")
+        noted = map(layout.parse_swept_key, self._objects)
+        if not any(number is not None and number >= beat[1] for number in noted):
+            self.tell("deletes", key, "nothing says that beats went so far")
+
     def _counts(self, key: str, number: int) -> bool:
         """Whether a snapshot can be merged; its learner may replace one that cannot."""
         run = self.run
@@ -289,6 +311,25 @@ class RecordingMailbox(MemoryMailbox):
 
     def _tell_again(self, violation: Violation) -> None:
         self.tell(violation.invariant, violation.key, violation.detail)
+
+
+class Witness(WrappedMailbox):
+    """The store as one learner's processes reach it: what they delete of others is looked at."""
+
+    def __init__(self, recording: RecordingMailbox, learner: str, kept_seconds: float) -> None:
+        """Nobody who looks on for less than ``kept_seconds`` may sweep another's beat."""
+        super().__init__(recording)
+        self._recording = recording
+        self._own = layout.beats_prefix(learner)
+        self._kept_seconds = kept_seconds
+
+    @override
+    async def around[T](self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
+        if call.operation == "delete":
+            for key in call.keys:
+                if not key.startswith(self._own):
+                    self._recording.check_sweep(key, self._kept_seconds)
+        return await act()
 
 
 def at_once[T](work: Coroutine[Any, Any, T]) -> T:

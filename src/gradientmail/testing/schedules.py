@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from random import Random
 
 from gradientmail.algorithm.schedule import Schedule
+from gradientmail.exchange.lease import kept_seconds
 from gradientmail.testing.lives import Life
-from gradientmail.testing.plans import Fault, NodePlan, Plan, random_plan
+from gradientmail.testing.plans import Fault, NodePlan, Plan, long_plan, random_plan
 from gradientmail.testing.recording import RecordingMailbox
 from gradientmail.testing.simulated import SimulatedStore
 from gradientmail.testing.striking import vandalism
@@ -39,6 +40,8 @@ class Outcome:
     calls: tuple[int, ...]
     """By node, calls of its first process, repeated looks left out."""
     most_objects: int
+    most_beats: int
+    """The most that there were at one time, of all learners, the dead included."""
     history: str
     """A hash of all writes and deletes with their times: equal for equal plans."""
     violations: tuple[Violation, ...]
@@ -75,6 +78,7 @@ class Simulation:
         if not any(life.alive() for life in self.lives):
             self.lives[0].start()
         if await self._next_commits(len(self.recording.records) + 2):
+            self._check_old_beats()
             await self._quieten()
             await self._tidy()
         watching.cancel()
@@ -89,6 +93,7 @@ class Simulation:
             operations=recording.operations,
             calls=tuple(life.calls.count if life.calls else 0 for life in self.lives),
             most_objects=recording.most_objects,
+            most_beats=recording.most_beats,
             history=recording.history,
             violations=tuple(recording.violations),
         )
@@ -142,7 +147,8 @@ class Simulation:
         That node makes some calls, and trains until its next snapshot is due; whoever died is
         waited for as long as his lease is trusted, which may begin anew when he is met for the
         first time; the closer's role is taken over; a call that failed is repeated after the
-        longest pause.
+        longest pause. A delta that is not finite counts nothing: what was in flight then,
+        ``in_flight`` snapshots at most, is trained for again.
         """
         plan, recording = self.plan, self.recording
         fragments = len(recording.run.fragments) if recording.run is not None else 1
@@ -161,7 +167,9 @@ class Simulation:
         twins = any(fault.kind == "twin" for fault in plan.faults)
         if twins or len(plan.nodes) > 1:  # one alone finds its own claim again
             waits += 2 * plan.lease_timeout + takeover
-        return (gap + 1) * step + waits / slow + (RETRY_SECONDS if self._may_fail() else 0.0)
+        repairs = sum(fault.kind == "not_finite" for fault in plan.faults)
+        training = (gap + 1 + gap * plan.algorithm.in_flight * repairs) * step
+        return training + waits / slow + (RETRY_SECONDS if self._may_fail() else 0.0)
 
     def _may_fail(self) -> bool:
         """Whether calls of a node may fail, and wait for their next try."""
@@ -193,6 +201,19 @@ class Simulation:
                     return False
                 await asyncio.sleep(0.5)
         return True
+
+    def _check_old_beats(self) -> None:
+        """A closer that has listened for long has swept the beats of those who died long ago."""
+        newest = len(self.recording.records) - 1
+        for life in self.lives:
+            syncer = life.node.node.syncer if life.node is not None else None
+            closed = syncer._committed if syncer is not None else None
+            if closed is None or closed[0] != newest or life.healthy_since is None:
+                continue
+            # Noticed by its own clock, in listings a few of its rounds apart.
+            long = self._now() - 1.5 * kept_seconds(self.plan.lease_timeout)
+            for key in self.recording.beats_before(long) if life.healthy_since < long else ():
+                self.recording.tell("leases", key, "its learner died long ago")
 
     async def _quieten(self) -> None:
         """All stop training; they must come to hold the newest versions, and leave."""
@@ -263,11 +284,15 @@ def main(
     )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=100, help="how many seeds")
+    parser.add_argument(
+        "--long", action="store_true", help="hours of learners that die, and that sleep for long"
+    )
     chosen = parser.parse_args(arguments)
+    plan_of, option = (long_plan, "--long ") if chosen.long else (random_plan, "")
     failed = rounds = operations = 0
     for seed in range(chosen.first, chosen.first + chosen.count):
         try:
-            outcome = simulate(random_plan(seed))
+            outcome = simulate(plan_of(seed))
         except Exception as error:
             found, rounds_here = [repr(error)], 0
         else:
@@ -276,9 +301,8 @@ def main(
         rounds += rounds_here
         if found:
             failed += 1
-            say(
-                f"python -m gradientmail.testing.schedules --first {seed} --count 1  # {found[0]}\n"
-            )
+            again = f"python -m gradientmail.testing.schedules {option}--first {seed} --count 1"
+            say(f"{again}  # {found[0]}\n")
     say(
         f"{chosen.count} schedules, {rounds} rounds, {operations} writes and deletes, "
         f"{failed} schedules failed\n"
