@@ -228,7 +228,7 @@ class Courier:
 
         ``seen`` is the newest round that the learner has, or is about to get.
         """
-        number = max(self._last_published, seen) + 1
+        number = max(self._handoff.publishing, seen) + 1
         if number > seen + min(self._run.algorithm.in_flight, len(self._run.fragments)):
             return  # it waits for a commit, and so does the memory
         fragment = self._run.schedule.fragment(number)

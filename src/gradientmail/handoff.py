@@ -77,6 +77,8 @@ class Handoff:
     events: deque[Event] = field(default_factory=deque)
     step_seconds: float = 0.0
     """The learner's average time from step to step, told now and then."""
+    publishing: int = -1
+    """The round whose snapshot the learner copies, or has copied last."""
     waits_for: int | None = None
     """The round whose others' snapshots would make the learner publish early; None for none."""
 

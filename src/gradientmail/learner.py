@@ -203,6 +203,7 @@ class Learner:
         number = next_round(self._standing())
         fragment = self._schedule.fragment(number)
         started = perf_counter()
+        self._handoff.publishing = number  # before its blank is gone, or another would be made
         blank = self._handoff.blanks.pop(fragment, None) or self._make_blank(fragment)
         ready = self._parameters.capture(blank.arrays)
         self._sending = Outgoing(
@@ -292,7 +293,7 @@ class Learner:
                 self._base_steps[fragment] = self.local_step
                 self._base_tokens[fragment] = self._tokens
                 self._overwritten_at[fragment] = self.local_step
-        self._last_published = min(self._last_published, number - 1)
+        self._last_published = self._handoff.publishing = min(self._last_published, number - 1)
         for pair in [pair for pair in self._published if pair[0] >= number]:
             self._published.remove(pair)
         if bad:

@@ -40,3 +40,28 @@ def test_the_next_rounds_buffer_is_warm_before_the_upload_ends() -> None:
         assert list(session._handoff.blanks) == [1]
     finally:
         session.__exit__(KeyboardInterrupt, None, None)
+
+
+def test_no_buffer_is_made_for_the_snapshot_that_is_being_copied() -> None:
+    """The loop may look for what to prepare just then; the buffer would be held for a whole turn.
+
+    What comes next is another fragment.
+    """
+    model = net()
+    with gm.Session(
+        model, algorithm=ALGORITHM, mailbox=gm.MemoryMailbox(), callbacks=(), **QUICK
+    ) as session:
+        parameters, courier, found = session._parameters, session._node.courier, []
+        assert courier is not None
+        capture = parameters.capture
+
+        def capture_meanwhile(arrays: Any) -> Callable[[], None]:
+            session._thread.call(courier._prepare_blank(courier._posted))
+            found.append(list(session._handoff.blanks))
+            return capture(arrays)
+
+        parameters.capture = capture_meanwhile
+        session.step(samples=1)
+        session.step(samples=1)  # round 0 is due
+        del parameters.capture
+    assert found == [[1]]
