@@ -29,7 +29,7 @@ import gradientmail as gm
 from byte_lm import CONTEXT, PARTS, ByteModel, draw, held_out_loss, source_text
 from gradientmail.algorithm.merge import Fold, contribution_weight
 from gradientmail.algorithm.outer import FragmentState, OuterStep
-from gradientmail.algorithm.precision import decode_tensors, encode_difference
+from gradientmail.algorithm.precision import decode_tensors, encode_difference, fp32_array
 from gradientmail.algorithm.schedule import Schedule
 from gradientmail.backend.base import Array
 from gradientmail.backend.torch import TorchBackend
@@ -193,7 +193,8 @@ class Exchange:
         encode_difference(
             BACKEND, self.anchors[number], theta, fragment.specs, dtype, sent, HOST.take
         )
-        return decode_tensors(BACKEND, sent, dtype, fragment.specs, HOST.take)
+        fresh = functools.partial(fp32_array, BACKEND, take=HOST.take)
+        return decode_tensors(BACKEND, sent, dtype, fragment.specs, fresh)
 
     def finish(self) -> None:
         """The learners leave with ``flush_on_close``: what they have moved is averaged in."""

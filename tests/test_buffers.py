@@ -196,3 +196,30 @@ def test_what_is_shown_is_read_only_and_known_to_end() -> None:
     del part
     assert shown.ended
     memory[0] = 0  # the owner's own view is as it was
+
+
+def warm_bytes(pool: BufferPool) -> int:
+    """Idle memory that has pages."""
+    with pool._lock:
+        pool._mend()
+        return pool._idle()
+
+
+def test_idle_memory_stays_warm_however_many_small_buffers_are_taken() -> None:
+    """A payload may be decoded into hundreds: the large buffer of the next round must stay."""
+    pool = BufferPool()
+    views = [pool.take(100 * BIG), pool.take(100 * BIG)]
+    del views
+    for _ in range(150):
+        pool.take(SMALL)
+    assert warm_bytes(pool) == 200 * BIG
+
+
+def test_memory_that_nobody_needs_for_long_is_given_back() -> None:
+    pool = BufferPool()
+    views = [pool.take(100 * BIG), pool.take(BIG)]
+    del views
+    assert warm_bytes(pool) == 101 * BIG
+    for _ in range(4 * 101):
+        pool.take(BIG)
+    assert warm_bytes(pool) == BIG

@@ -24,8 +24,8 @@ SMALL = 2**16
 """Buffers below this many bytes are not pooled."""
 RESERVED = 2**34
 """Bytes of address space that host memory is reserved in at a time; memory only once touched."""
-WINDOW = 32
-"""What was not needed while so many buffers were taken is given back to the system."""
+TURNS = 2
+"""What was idle while all memory was handed out so many times over is given back to the system."""
 
 
 @dataclass(slots=True)
@@ -145,6 +145,7 @@ class BufferPool:
         self._blocks: list[_Block] = []
         self._returned: deque[tuple[_Block, int, int]] = deque()
         self._lock = lock_over_forks()
+        self._lent = 0
         self._taken = 0
         self._surplus = 0
 
@@ -156,7 +157,8 @@ class BufferPool:
         with self._lock:
             self._mend()
             block, start = self._carve(size)
-            self._give_up_surplus()
+            self._lent += size
+            self._give_up_surplus(size)
         lease = _Lease(next(_leases))
         memory = block.memory[start : start + nbytes]
         _lent[lease] = ref(self), memory, block, start, start + size
@@ -183,16 +185,20 @@ class BufferPool:
         while self._returned:
             block, start, stop = self._returned.popleft()
             block.mend(start, stop)
+            self._lent -= stop - start
 
     def _idle(self) -> int:
         return sum(gap.warm for block in self._blocks for gap in block.gaps)
 
-    def _give_up_surplus(self) -> None:
-        """Now and then, give back as much as was idle all the time since the last time."""
+    def _give_up_surplus(self, taken: int) -> None:
+        """Now and then, give back as much as was idle all the time since the last time.
+
+        Counted in bytes: one payload may be decoded into a hundred buffers, or into one.
+        """
         idle = self._idle()
         self._surplus = min(self._surplus, idle) if self._taken else idle
-        self._taken += 1
-        if self._taken == WINDOW:
+        self._taken += taken
+        if self._taken >= TURNS * (self._lent + idle):
             self._taken = 0
             self._give_back(self._surplus)
 

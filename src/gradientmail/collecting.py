@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 
 from gradientmail.algorithm.merge import Fold, contribution_weight
 from gradientmail.algorithm.precision import decode_tensors
-from gradientmail.backend.base import Backend
+from gradientmail.backend.base import Array, Backend
 from gradientmail.clock import Offload
 from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.events import Event, SnapshotRejected
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange, Payload
 from gradientmail.exchange.records import Participant, SnapshotRecord, expect_key
-from gradientmail.run import Fragment, Run, payload_arrays
+from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
 
 LONGEST_STEP = 86_400.0
 """Seconds. One record that says more would have every later round wait as long for stragglers."""
@@ -62,6 +62,8 @@ class Collector:
             expected=expected,
             averaged=run.averaged,
         )
+        self.decoded: memoryview | None = None
+        """Where the last contribution was decoded; its merge may be written over it."""
         self._run = run
         self._exchange = exchange
         self._backend = backend
@@ -114,6 +116,7 @@ class Collector:
     def release(self) -> None:
         """Let go of the contributions themselves, which are merged; the records stay."""
         self._exchange.deltas.pop(self.number, None)
+        self.decoded = None
         del self.fold
 
     async def take(self, learner: str, raw: bytes) -> None:
@@ -147,17 +150,23 @@ class Collector:
         return None
 
     def _add(self, payload: Payload, weight: float) -> bool:
-        arrays = decode_tensors(
-            self._backend,
-            payload_arrays(self._backend, payload),
-            self._run.algorithm.delta_dtype,
-            self.fragment.specs,
-            self._exchange.take,
-        )
-        taken = self.fold.add(arrays, weight, payload.squares)
+        taken = self.fold.add(self._arrays(payload), weight, payload.squares)
         if not self.fold.holds_contributions and self._exchange.deltas.get(self.number) is payload:
             self._exchange.deltas.pop(self.number, None)
         return taken
+
+    def _arrays(self, payload: Payload) -> Mapping[str, Array]:
+        """The contribution as the arithmetic takes it, in one buffer if it has to be decoded."""
+        arrays, layout = payload_arrays(self._backend, payload), self.fragment.decoded
+        if layout is None:
+            return arrays
+        if self.decoded is None or self.fold.holds_contributions:
+            self.decoded = layout.blank(self._exchange.take)
+        out = arrays_over(self._backend, self.decoded, layout)
+        dtype = self._run.algorithm.delta_dtype
+        return decode_tensors(
+            self._backend, arrays, dtype, self.fragment.specs, lambda spec: out[spec.name]
+        )
 
     def _reject(self, learner: str, reason: str, detail: str) -> None:
         self.rejected[learner] = reason

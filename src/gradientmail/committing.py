@@ -95,25 +95,29 @@ class Committer:
         the round is made again from what the mailbox has.
         """
         fragment, take = collector.fragment, self._exchange.take
-        used = {"outer": state.outer, "theta": self._exchange.deltas.get(collector.number)}
-        blanks: dict[str, tuple[PayloadLayout, memoryview]] = {}
-        for name, payload_layout in (("theta", fragment.theta), ("outer", fragment.outer)):
-            old = used[name]
-            if old is not None and self._reusable(old, payload_layout, collector):
-                self._exchange.forget(old)
-                blanks[name] = (payload_layout, old.buffer)
-            else:
-                blanks[name] = (payload_layout, payload_layout.blank(take))
-        if fragment.update is not None:
-            blanks["update"] = (fragment.update, fragment.update.blank(take))
-        return blanks
+        layouts = {"theta": fragment.theta, "outer": fragment.outer, "update": fragment.update}
+        # A final step writes into the momentum what it still has to take off the master.
+        over = {} if collector.all_final else self._used_up(collector, state)
+        return {
+            name: (one, over[name] if name in over else one.blank(take))
+            for name, one in layouts.items()
+            if one is not None
+        }
 
-    def _reusable(self, old: Payload, new: PayloadLayout, collector: Collector) -> bool:
-        """Whether the step may write over ``old``: its own form, nobody else's, used last there.
-
-        A final one writes into the momentum what it still has to take off the master.
-        """
-        return not collector.all_final and old.sole and old.slots == new.slots
+    def _used_up(self, collector: Collector, state: Held) -> dict[str, memoryview]:
+        """Buffers that the step reads last, of the form that it writes, and nobody else's."""
+        fragment, exchange = collector.fragment, self._exchange
+        over: dict[str, memoryview] = {}
+        for name, old, new in (
+            ("outer", state.outer, fragment.outer),
+            ("theta", exchange.deltas.get(collector.number), fragment.theta),
+        ):
+            if old is not None and old.sole and old.slots == new.slots:
+                exchange.forget(old)
+                over[name] = old.buffer
+        if collector.decoded is not None and fragment.decodes_like_theta:
+            over["theta"] = collector.decoded
+        return over
 
     def _arrays(self, state: Held) -> FragmentState:
         outer = {} if state.outer is None else payload_arrays(self._backend, state.outer)

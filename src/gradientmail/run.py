@@ -1,10 +1,10 @@
 """What never changes in a run: schema, plan, options, and the layout of every payload."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradientmail.algorithm.diloco import DiLoCo
-from gradientmail.algorithm.precision import delta_specs, outer_specs, update_specs
+from gradientmail.algorithm.precision import QUANTIZED, delta_specs, outer_specs, update_specs
 from gradientmail.algorithm.schedule import Schedule
 from gradientmail.backend.base import Array, Backend
 from gradientmail.errors import ProtocolError, RunConfigMismatch, SchemaMismatch
@@ -24,6 +24,13 @@ class Fragment:
     delta: PayloadLayout
     outer: PayloadLayout
     update: PayloadLayout | None
+    decoded: PayloadLayout | None
+    """How a quantized delta lies in memory once it is decoded; None for one that is not."""
+
+    @property
+    def decodes_like_theta(self) -> bool:
+        """Whether theta may be written where a delta was decoded."""
+        return self.decoded is not None and self.decoded.slots == self.theta.slots
 
 
 def fragment_of(index: int, specs: Sequence[TensorSpec], algorithm: DiLoCo) -> Fragment:
@@ -31,6 +38,9 @@ def fragment_of(index: int, specs: Sequence[TensorSpec], algorithm: DiLoCo) -> F
     update = None
     if algorithm.commit_dtype is not None:
         update = PayloadLayout(update_specs(specs, algorithm.commit_dtype))
+    decoded = None
+    if algorithm.delta_dtype in QUANTIZED:
+        decoded = PayloadLayout(replace(spec, dtype="F32") for spec in specs)
     return Fragment(
         index=index,
         specs=tuple(specs),
@@ -38,6 +48,7 @@ def fragment_of(index: int, specs: Sequence[TensorSpec], algorithm: DiLoCo) -> F
         delta=PayloadLayout(delta_specs(specs, algorithm.delta_dtype)),
         outer=PayloadLayout(outer_specs(specs, commit_dtype=algorithm.commit_dtype)),
         update=update,
+        decoded=decoded,
     )
 
 

@@ -1,5 +1,7 @@
 """Which tensors payloads hold, and that they survive the way there and back."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +14,7 @@ from gradientmail.algorithm.precision import (
     delta_specs,
     encode_difference,
     encode_tensors,
+    fp32_array,
     outer_specs,
     theta_specs,
     update_specs,
@@ -93,11 +96,12 @@ def test_a_parameter_called_like_anothers_scales_is_an_error(dtype: str) -> None
 def test_there_and_back(backend: Backend, values: list[float], dtype: str | None, own: str) -> None:
     spec = TensorSpec("x", own, (len(values),))
     x = torch.tensor(values, dtype=torch.float32)
+    blanks = partial(fp32_array, backend, take=take)
 
     def there_and_back(x: torch.Tensor) -> torch.Tensor:
         payload = arrays(blank(backend, delta_specs([spec], dtype)))
         encode_tensors(backend, {"x": put(backend, x).array}, [spec], dtype, payload)
-        found = decode_tensors(backend, payload, dtype, [spec], take)["x"]
+        found = decode_tensors(backend, payload, dtype, [spec], blanks)["x"]
         assert (found is payload["x"]) == (dtype not in ("F8_E4M3", "F4"))
         out = blank(backend, [TensorSpec("x", "F32", spec.shape)])["x"]
         backend.combine([(1.0, found)], out.array)

@@ -18,6 +18,7 @@ from gradientmail.algorithm.precision import (
     decode_tensors,
     delta_specs,
     encode_difference,
+    fp32_array,
     outer_specs,
     theta_specs,
     update_specs,
@@ -58,8 +59,9 @@ def commit(
     run, algorithm = RUNS[name], algorithm_of(name)
     specs = run.plan[round_ % len(run.plan)]
     fold = Fold(algorithm.merge, specs, backend, take)
+    fresh = functools.partial(fp32_array, backend, take=take)
     for payload, participant in run.deltas(backend, round_):
-        deltas = decode_tensors(backend, arrays(payload), algorithm.delta_dtype, specs, take)
+        deltas = decode_tensors(backend, arrays(payload), algorithm.delta_dtype, specs, fresh)
         assert fold.add(deltas, contribution_weight(participant["tokens"], participant["steps"]))
     merged = fold.merged()
     theta = blank(backend, theta_specs(specs))
@@ -142,8 +144,9 @@ def test_cosine_is_the_recorded_one(backend: Backend, name: str, round_: int) ->
     assert cosine == pytest.approx(run.rounds[round_]["cosine"], abs=bound)
     specs = run.plan[round_ % len(run.plan)]
     whole: list[torch.Tensor] = []
+    fresh = functools.partial(fp32_array, backend, take=take)
     for payload, _ in run.deltas(backend, round_):
-        deltas = decode_tensors(backend, arrays(payload), algorithm.delta_dtype, specs, take)
+        deltas = decode_tensors(backend, arrays(payload), algorithm.delta_dtype, specs, fresh)
         fp32 = blank(backend, [TensorSpec(spec.name, "F32", spec.shape) for spec in specs])
         for tensor, out in fp32.items():
             backend.combine([(1.0, deltas[tensor])], out.array)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
 from tests.session.models import ALGORITHM, QUICK, net
 
 import gradientmail as gm
@@ -42,7 +43,9 @@ def test_the_next_rounds_buffer_is_warm_before_the_upload_ends() -> None:
         session.__exit__(KeyboardInterrupt, None, None)
 
 
-def test_no_buffer_is_made_for_the_snapshot_that_is_being_copied() -> None:
+def test_no_buffer_is_made_for_the_snapshot_that_is_being_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The loop may look for what to prepare just then; the buffer would be held for a whole turn.
 
     What comes next is another fragment.
@@ -51,7 +54,8 @@ def test_no_buffer_is_made_for_the_snapshot_that_is_being_copied() -> None:
     with gm.Session(
         model, algorithm=ALGORITHM, mailbox=gm.MemoryMailbox(), callbacks=(), **QUICK
     ) as session:
-        parameters, courier, found = session._parameters, session._node.courier, []
+        parameters, courier = session._parameters, session._node.courier
+        found: list[list[int]] = []
         assert courier is not None
         capture = parameters.capture
 
@@ -60,8 +64,8 @@ def test_no_buffer_is_made_for_the_snapshot_that_is_being_copied() -> None:
             found.append(list(session._handoff.blanks))
             return capture(arrays)
 
-        parameters.capture = capture_meanwhile
+        monkeypatch.setattr(parameters, "capture", capture_meanwhile)
         session.step(samples=1)
         session.step(samples=1)  # round 0 is due
-        del parameters.capture
+        monkeypatch.undo()
     assert found == [[1]]

@@ -139,17 +139,18 @@ def decode_tensors(
     arrays: Mapping[str, Array],
     dtype: str | None,
     specs: Sequence[TensorSpec],
-    take: Take,
+    blank: Callable[[TensorSpec], Array],
 ) -> dict[str, Array]:
     """The tensors of a payload of ``delta_specs``, as arrays that the arithmetic takes.
 
-    F32, F16 and BF16 are the arrays given, not copied; quantized ones are decoded into F32 ones.
+    F32, F16 and BF16 are the arrays given, not copied; quantized ones are decoded into F32 ones,
+    which ``blank`` gives.
     """
     if dtype not in QUANTIZED:
         return {spec.name: arrays[spec.name] for spec in specs}
     decoded = {}
     for spec in specs:
-        decoded[spec.name] = fp32_array(backend, spec, take)
+        decoded[spec.name] = blank(spec)
         scale = arrays[scale_name(spec.name)]
         backend.decode(arrays[spec.name], dtype, scale, decoded[spec.name])
     return decoded

@@ -8,6 +8,7 @@ update) they are compared as bytes.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from gradientmail.algorithm.merge import Fold, contribution_weight
 from gradientmail.algorithm.outer import FragmentState, apply_update, outer_steps
@@ -70,7 +71,8 @@ class Arithmetic:
         weight = contribution_weight(record.tokens, record.steps)
         dtype = self._run.algorithm.delta_dtype
         arrays = payload_arrays(self._backend, delta)
-        decoded = decode_tensors(self._backend, arrays, dtype, fragment.specs, memory)
+        blank = partial(fp32_array, self._backend, take=memory)
+        decoded = decode_tensors(self._backend, arrays, dtype, fragment.specs, blank)
         return weight > 0 and fold.add(decoded, weight)
 
     def step_faults(
