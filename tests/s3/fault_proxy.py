@@ -97,6 +97,8 @@ class FaultProxy:
     struck: Counter[str] = field(default_factory=Counter)
     requests: list[str] = field(default_factory=list)
     """Method and path of each."""
+    connections: int = 0
+    """How many were made."""
     port: int = 0
     connects: bool = True
     """Whether there is a server behind it; without, every request needs an ``answer``."""
@@ -151,6 +153,7 @@ class FaultProxy:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
+        self.connections += 1
         up: asyncio.StreamWriter | None = None
         try:
             up_reader = asyncio.StreamReader()
@@ -246,6 +249,8 @@ async def _read_body(reader: asyncio.StreamReader, message: Message) -> bytes:
 
 def _error(fault: Fault, method: str) -> Message:
     error = f"<Error><Code>{fault.code}</Code><Message>injected</Message></Error>"
-    body = (fault.body or error).encode()
-    headers = [f"Content-Length: {len(body)}", "Content-Type: application/xml", *fault.headers]
+    body = (fault.body if fault.status < 300 else fault.body or error).encode()
+    headers = ["Content-Type: application/xml", *fault.headers]
+    if not any(line.lower().startswith("transfer-encoding:") for line in headers):
+        headers.append(f"Content-Length: {len(body)}")
     return Message(f"HTTP/1.1 {fault.status} Injected", headers, b"" if method == "HEAD" else body)

@@ -9,7 +9,7 @@ import pytest
 import urllib3.exceptions
 
 from gradientmail.errors import MailboxRefused, MailboxUnavailable
-from gradientmail.mailbox.s3_errors import CLASSES, CODES, Meaning, meaning_of, translate
+from gradientmail.mailbox.s3_errors import CLASSES, CODES, NAMES, Meaning, meaning_of, translate
 
 # Wrong arguments, wrong configuration, and what only other services' clients raise: an error of
 # such a class is reported at once. A new class of botocore's belongs here or into the table.
@@ -221,5 +221,6 @@ def test_a_certificate_that_is_not_trusted_is_reported() -> None:
 
 
 def test_no_code_means_two_things() -> None:
-    assert len(CODES) > 70
+    listed = [code for names in NAMES.values() for code in names.split()]
+    assert len(listed) == len(set(listed)) == len(CODES) > 70
     assert all(code.isidentifier() or "." in code for code in CODES)

@@ -242,7 +242,7 @@ def test_the_store_is_tried_once_an_instance(proxy: FaultProxy, prefix: str) -> 
 
     asyncio.run(main())
     probes = [line for line in proxy.requests if "/.tmp/create-once" in line]
-    assert [line.split()[0] for line in probes] == ["PUT", "PUT", "HEAD", "DELETE"]
+    assert [line.split()[0] for line in probes] == ["PUT", "PUT", "GET", "DELETE"]
 
 
 def test_a_conflict_is_tried_again(

@@ -18,7 +18,7 @@ from tests.s3.fault_proxy import Fault, FaultProxy, Message
 
 import gradientmail as gm
 from gradientmail.buffers import Shown
-from gradientmail.mailbox import s3, s3_parts, s3_transfers
+from gradientmail.mailbox import s3, s3_parts, s3_requests, s3_transfers
 from gradientmail.mailbox.s3 import S3Mailbox
 from gradientmail.testing.mailbox_races import content, holds
 
@@ -209,6 +209,26 @@ def test_a_folder_in_the_place_of_an_object_is_told(seaweedfs: str, prefix: str)
     asyncio.run(box.delete([name.removeprefix(f"{prefix}/")]))
 
 
+@pytest.mark.parametrize("nbytes", [5, 100_000, 11 * 2**20], ids=["small", "whole", "parts"])
+def test_no_size_hides_a_folder_in_the_place(
+    nbytes: int, seaweedfs: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_requests, "PAUSES_SECONDS", (0.001, 0.001))
+    monkeypatch.setattr(s3, "MAX_WHOLE_BYTES", 5 * 2**20)
+    monkeypatch.setattr(s3_parts, "PART_BYTES", 5 * 2**20)
+    box = S3Mailbox("tests", prefix, endpoint_url=seaweedfs, region="us-east-1")
+
+    async def main() -> None:
+        assert await box.put_if_absent("odd/inner", b"x")
+        with pytest.raises(gm.MailboxRefused, match="a folder of that name: remove what begins"):
+            await box.put_if_absent("odd", bytes(nbytes))
+        assert await box.get("odd") is None
+        assert await box.put_if_absent("even", bytes(nbytes)) is True
+        assert await box.put_if_absent("even", bytes(nbytes)) is False
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -230,6 +250,7 @@ def test_a_folder_in_the_place_of_an_object_is_told(seaweedfs: str, prefix: str)
         ({"max_concurrency": 2.0}, "integer"),
         ({"request_checksums": "off"}, "when_supported"),
         ({"addressing": "host"}, "virtual"),
+        ({"allow_overwrites": "no"}, "True or False"),
     ],
 )
 def test_arguments_that_cannot_be_used(arguments: dict[str, Any], words: str) -> None:

@@ -102,6 +102,8 @@ class S3Mailbox:
             )
         _check_choice("request_checksums", request_checksums, ("when_supported", "when_required"))
         _check_choice("addressing", addressing, ("auto", "path", "virtual"))
+        if not isinstance(allow_overwrites, bool):
+            raise TypeError(f"allow_overwrites must be True or False, not {allow_overwrites!r}")
         require_boto3()
         self._width = max_concurrency
         self._allow_overwrites = allow_overwrites

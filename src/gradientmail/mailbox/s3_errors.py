@@ -26,18 +26,13 @@ class Meaning(Enum):
     REFUSED = "the store will not do it, however often it is asked"
 
 
-def _codes(meaning: Meaning, names: str) -> dict[str, Meaning]:
-    return dict.fromkeys(names.split(), meaning)
-
-
-CODES = {
-    **_codes(Meaning.MISSING, "NoSuchKey NoSuchVersion"),
-    **_codes(Meaning.EXISTS, "PreconditionFailed"),
-    **_codes(Meaning.CONFLICT, "ConditionalRequestConflict OperationAborted"),
-    **_codes(Meaning.EMPTY, "InvalidRange"),
-    **_codes(Meaning.DAMAGED, "BadDigest XAmzContentSHA256Mismatch XAmzContentChecksumMismatch"),
-    **_codes(
-        Meaning.UNAVAILABLE,
+NAMES = {
+    Meaning.MISSING: "NoSuchKey NoSuchVersion",
+    Meaning.EXISTS: "PreconditionFailed",
+    Meaning.CONFLICT: "ConditionalRequestConflict OperationAborted",
+    Meaning.EMPTY: "InvalidRange",
+    Meaning.DAMAGED: "BadDigest XAmzContentSHA256Mismatch XAmzContentChecksumMismatch",
+    Meaning.UNAVAILABLE: (
         "RequestTimeout RequestTimeoutException SlowDown SlowDownRead SlowDownWrite Throttling "
         "ThrottlingException ThrottledException RequestThrottled RequestThrottledException "
         "TooManyRequests TooManyRequestsException RequestLimitExceeded BandwidthLimitExceeded "
@@ -45,28 +40,28 @@ CODES = {
         "TransactionInProgressException InternalError InternalFailure InternalServerError "
         "ServiceUnavailable ServiceUnavailableException ServerBusy Busy BadGateway GatewayTimeout "
         "IncompleteBody NoSuchUpload InvalidPart TemporaryRedirect Redirect "
-        "XMinioServerNotInitialized XMinioReadQuorum XMinioWriteQuorum ClientDisconnected",
+        "XMinioServerNotInitialized XMinioReadQuorum XMinioWriteQuorum ClientDisconnected"
     ),
-    **_codes(
-        Meaning.EXPIRED,
-        "ExpiredToken ExpiredTokenException RequestExpired TokenRefreshRequired AuthFailureExpired",
+    Meaning.EXPIRED: (
+        "ExpiredToken ExpiredTokenException RequestExpired TokenRefreshRequired AuthFailureExpired"
     ),
-    **_codes(Meaning.CLOCK, "RequestTimeTooSkewed RequestInTheFuture"),
-    **_codes(
-        Meaning.UNSUPPORTED,
-        "NotImplemented MethodNotAllowed UnsupportedOperation XNotImplemented InvalidChecksum",
+    Meaning.CLOCK: "RequestTimeTooSkewed RequestInTheFuture",
+    Meaning.UNSUPPORTED: (
+        "NotImplemented MethodNotAllowed UnsupportedOperation XNotImplemented InvalidChecksum"
     ),
-    **_codes(
-        Meaning.REFUSED,
+    Meaning.REFUSED: (
         "NoSuchBucket AccessDenied AllAccessDisabled AccountProblem Forbidden InvalidAccessKeyId "
         "SignatureDoesNotMatch InvalidToken InvalidSecurity NotSignedUp InvalidDigest "
         "AuthorizationHeaderMalformed PermanentRedirect IllegalLocationConstraintException "
         "InvalidBucketName InvalidRequest "
         "InvalidArgument EntityTooLarge EntityTooSmall KeyTooLongError MalformedXML "
         "MissingContentLength MissingContentMD5 QuotaExceeded InsufficientStorage StorageFull "
-        "XMinioStorageFull InvalidObjectState InvalidStorageClass KMS.DisabledException",
+        "XMinioStorageFull InvalidObjectState InvalidStorageClass KMS.DisabledException"
     ),
 }
+"""The error codes of stores, by their meaning."""
+
+CODES = {code: meaning for meaning, names in NAMES.items() for code in names.split()}
 """What a store's error code means."""
 
 STATUSES = {
@@ -87,18 +82,23 @@ STATUSES = {
 }
 """What a status means whose code is not in ``CODES``; another from 500 on is ``UNAVAILABLE``."""
 
+
+def _all(names: str, meaning: Meaning) -> dict[str, Meaning]:
+    return dict.fromkeys(names.split(), meaning)
+
+
 CLASSES = {
     "ClientError": Meaning.REFUSED,  # one without code and status
     "BotoCoreError": Meaning.REFUSED,  # wrong arguments and configuration
     "UndefinedModelAttributeError": Meaning.REFUSED,
     "Abandoned": Meaning.UNAVAILABLE,
-    **_codes(
-        Meaning.REFUSED,  # urllib3's: addresses that cannot be used
+    # urllib3's: addresses that cannot be used.
+    **_all(
         "LocationValueError LocationParseError URLSchemeUnknown ProxySchemeUnknown "
         "ProxySchemeUnsupported",
+        Meaning.REFUSED,
     ),
-    **_codes(
-        Meaning.UNAVAILABLE,
+    **_all(
         # botocore's: the way to the store, and answers cut short.
         "HTTPClientError ConnectionError EndpointConnectionError SSLError ConnectionClosedError "
         "ReadTimeoutError ConnectTimeoutError ProxyConnectionError ResponseStreamingError "
@@ -106,13 +106,14 @@ CLASSES = {
         "CapacityNotAvailableError "
         # What may come through from urllib3 and below it.
         "HTTPError HTTPException OSError EOFError",
+        Meaning.UNAVAILABLE,
     ),
-    **_codes(
-        Meaning.EXPIRED,
+    **_all(
         "NoCredentialsError PartialCredentialsError CredentialRetrievalError NoAuthTokenError "
         "TokenRetrievalError SSOError UnauthorizedSSOTokenError SSOTokenLoadError LoginError "
         "LoginRefreshRequired LoginTokenLoadError LoginAuthorizationCodeError "
         "MetadataRetrievalError RefreshWithMFAUnsupportedError",
+        Meaning.EXPIRED,
     ),
 }
 """What a class of errors means, unless a class closer to the error's own has a line too."""

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from gradientmail.errors import MailboxRefused, MailboxUnavailable
+from gradientmail.mailbox.s3_answers import Content, content_of
 from gradientmail.mailbox.s3_client import Addressing, Checksums, make_client
 from gradientmail.mailbox.s3_errors import CODES, Meaning, meaning_of, translate
 from gradientmail.mailbox.s3_parts import Abandoned, Body
@@ -86,33 +87,64 @@ class Requests:
                 return True
             self._sleep(pause)  # in conflict, or deleted between the two requests
         if answer is Meaning.EXISTS:
-            raise MailboxRefused(
-                f"putting {name!r} in {self.where}: the store says that it exists and has no such "
-                f"object. Stores that keep folders do so when there is a folder of that name: "
-                f"remove what begins with {name + '/'!r}"
-            )
+            raise self._in_the_way(name)
         raise MailboxUnavailable(
             f"putting {name!r} in {self.where}: again and again, others wrote this key at "
             "the same moment (409); try again"
         )
 
-    def exists(self, name: str) -> bool:
-        """Whether there is such an object."""
-        doing = f"looking for {name!r}"
-        return self.call(doing, "head_object", (Meaning.MISSING,), Key=name) is not Meaning.MISSING
+    def _in_the_way(self, name: str) -> MailboxRefused:
+        """The error for an object that the store will not create, and has not got."""
+        return MailboxRefused(
+            f"putting {name!r} in {self.where}: the store says that it exists and has no such "
+            f"object. Stores that keep folders do so when there is a folder of that name: remove "
+            f"what begins with {name + '/'!r}"
+        )
 
-    def open(self, name: str, stop: int) -> Any:
+    def exists(self, name: str) -> bool:
+        """Whether there is such an object.
+
+        Its first byte is asked for: the answer to a HEAD has no body, so that no error in it could
+        be told from another. Credentials that have expired are no more than a 400 there.
+        """
+        found = self.open(name, 1)
+        if isinstance(found, Content):
+            if found.stop > 1:  # a store that knows no ranges sends all of it
+                found.body.close()
+            else:
+                self.fill(name, found, memoryview(bytearray(found.stop)))
+        return found is not Meaning.MISSING
+
+    def open(self, name: str, stop: int) -> Content | Meaning:
         """The first ``stop`` bytes of an object, to be read by ``fill``; or all of it.
 
         ``MISSING``, or ``EMPTY`` for an object of no bytes.
         """
-        expected = (Meaning.MISSING, Meaning.EMPTY)
-        doing = f"getting {name!r}"
-        return self.call(doing, "get_object", expected, Key=name, Range=f"bytes=0-{stop - 1}")
+        return self._open(name, 0, stop, (Meaning.MISSING, Meaning.EMPTY))
 
-    def fill(self, name: str, response: Any, view: memoryview) -> None:
+    def _open(
+        self, name: str, start: int, stop: int, expected: Sequence[Meaning], **params: Any
+    ) -> Content | Meaning:
+        """Ask for a range, and see that it is the one that comes, or all of the object."""
+        span = f"bytes={start}-{stop - 1}"
+        answer = self.call(
+            f"getting {name!r}", "get_object", expected, Key=name, Range=span, **params
+        )
+        if isinstance(answer, Meaning):
+            return answer
+        found = content_of(answer)
+        if found is not None and found.start == start and found.stop >= min(stop, found.total):
+            return found
+        answer["Body"].close()
+        came = answer.get("ContentRange") or f"of {answer.get('ContentLength', 'unknown')} bytes"
+        raise MailboxUnavailable(
+            f"getting {name!r} from {self.where}: {span} was asked for, the answer is {came}. A "
+            "proxy or cache that does not pass ranges on as they are must not be on the way"
+        )
+
+    def fill(self, name: str, found: Content, view: memoryview) -> None:
         """Read the body of an answer, which must be as long as ``view``, into it."""
-        body, done = response["Body"], 0
+        body, done = found.body, 0
         try:
             while done < view.nbytes:
                 count = body.readinto(view[done : done + FILL_BYTES])
@@ -129,19 +161,21 @@ class Requests:
                 f"getting {name!r} from {self.where}: {done} of {view.nbytes} bytes came"
             )
 
-    def get_range(self, name: str, view: memoryview, start: int, etag: str | None) -> bool:
+    def get_range(
+        self, name: str, view: memoryview, start: int, *, total: int, etag: str | None
+    ) -> bool:
         """Read a part of an object into ``view``; False when it is another object by now."""
-        stop = start + view.nbytes
-        params: dict[str, Any] = {"Key": name, "Range": f"bytes={start}-{stop - 1}"}
-        if etag:
-            params["IfMatch"] = etag
+        params: dict[str, Any] = {"IfMatch": etag} if etag else {}
         expected = (Meaning.MISSING, Meaning.EXISTS, Meaning.EMPTY)
 
         def attempt() -> bool:
-            answer = self.call(f"getting {name!r}", "get_object", expected, **params)
-            if isinstance(answer, Meaning) or size_of(answer)[0] != view.nbytes:
+            found = self._open(name, start, start + view.nbytes, expected, **params)
+            if isinstance(found, Meaning):
                 return False
-            self.fill(name, answer, view)
+            if (found.total, found.stop) != (total, start + view.nbytes):
+                found.body.close()
+                return False
+            self.fill(name, found, view)
             return True
 
         return self._persist(attempt)
@@ -181,18 +215,27 @@ class Requests:
     def complete(
         self, name: str, upload: str, parts: Sequence[dict[str, Any]], *, condition: bool
     ) -> bool:
-        """Make the object of its parts; False when it exists and ``condition`` forbids it."""
+        """Make the object of its parts; False when it exists and ``condition`` forbids it.
+
+        A second request confirms that it does.
+        """
         params: dict[str, Any] = {"IfNoneMatch": "*"} if condition else {}
-        answer = self.call(
-            f"putting {name!r}",
-            "complete_multipart_upload",
-            (Meaning.EXISTS,),
-            Key=name,
-            UploadId=upload,
-            MultipartUpload={"Parts": list(parts)},
-            **params,
-        )
-        return answer is not Meaning.EXISTS
+        for pause in (*PAUSES_SECONDS, 0.0):
+            answer = self.call(
+                f"putting {name!r}",
+                "complete_multipart_upload",
+                (Meaning.EXISTS,),
+                Key=name,
+                UploadId=upload,
+                MultipartUpload={"Parts": list(parts)},
+                **params,
+            )
+            if answer is not Meaning.EXISTS:
+                return True
+            if self.exists(name):
+                return False
+            self._sleep(pause)  # deleted between the two requests
+        raise self._in_the_way(name)
 
     def abort(self, name: str, upload: str) -> None:
         """Have the store forget the parts of an upload, if it can be reached."""
@@ -315,13 +358,6 @@ class Requests:
 
     def _sleep(self, pause: float) -> None:
         time.sleep(pause * self._random.uniform(0.5, 1.0))
-
-
-def size_of(response: Any) -> tuple[int, int]:
-    """How many bytes an answer to a GET carries, and how many the whole object has."""
-    carried = int(response["ContentLength"])
-    total = str(response.get("ContentRange", "")).rpartition("/")[2]
-    return carried, int(total) if total.isdecimal() else carried
 
 
 def _base64(digest: bytes) -> str:

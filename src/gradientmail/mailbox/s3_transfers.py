@@ -14,7 +14,7 @@ from typing import Any
 from gradientmail.mailbox.lanes import Lanes
 from gradientmail.mailbox.s3_errors import Meaning
 from gradientmail.mailbox.s3_parts import WHOLE_BYTES, cut
-from gradientmail.mailbox.s3_requests import Requests, size_of
+from gradientmail.mailbox.s3_requests import Requests
 
 CLEANUP_SECONDS = 60.0
 """How long what is left of a cancelled upload is waited for before the store is told."""
@@ -110,7 +110,8 @@ async def _fetch_rest(
     async def one(piece: tuple[int, int]) -> None:
         start, stop = WHOLE_BYTES + piece[0], WHOLE_BYTES + piece[1]
         part = buffer[start:stop]
-        if not await lanes.run(requests.get_range, name, part, start, etag, bulk=True):
+        same = partial(requests.get_range, total=buffer.nbytes, etag=etag)
+        if not await lanes.run(same, name, part, start, bulk=True):
             raise Changed
 
     pieces = cut(buffer.nbytes - WHOLE_BYTES, lanes.bulk_width)
@@ -123,20 +124,19 @@ def _fetch_first(
     take: Take,
     announce: Callable[[memoryview, str | None], None],
 ) -> memoryview | None:
-    response = requests.open(name, WHOLE_BYTES)
-    if response is Meaning.MISSING:
-        return None
-    if response is Meaning.EMPTY:
+    found = requests.open(name, WHOLE_BYTES)
+    if found is Meaning.EMPTY:
         return memoryview(b"")
-    carried, total = size_of(response)
+    if isinstance(found, Meaning):
+        return None
     try:
-        buffer = take(total)
+        buffer = take(found.total)
     except BaseException:  # the caller has no use for so much
-        response["Body"].close()
+        found.body.close()
         raise
-    if carried < total:
-        announce(buffer, response.get("ETag"))
-    requests.fill(name, response, buffer[:carried])
+    if found.stop < found.total:
+        announce(buffer, found.etag)
+    requests.fill(name, found, buffer[: found.stop])
     return buffer
 
 
