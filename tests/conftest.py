@@ -24,6 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--schedules", type=int, default=12, help="random schedules; 10000 for all")
     parser.addoption("--chaos-seconds", type=float, default=15.0, help="how long chaos lasts")
     parser.addoption("--chaos-seed", type=int, default=1, help="the seed of what happens in it")
+    parser.addoption("--fault-seconds", type=float, default=8.0, help="of a bucket that breaks")
+    parser.addoption("--outage-seconds", type=float, default=2.0, help="of a bucket that is away")
 
 
 @pytest.fixture

@@ -39,6 +39,8 @@ class Trainer:
 
     def __init__(self, box: gm.Mailbox, learner: str) -> None:
         self.events: list[Event] = []
+        self.failures: list[tuple[float, StoreUnavailable]] = []
+        """And when they were told."""
         self.steps = 0
         self.goal = 10**9
         self.error: BaseException | None = None
@@ -56,7 +58,7 @@ class Trainer:
                 learner_id=self.learner,
                 poll_interval=0.1,
                 lease_timeout=60.0,
-                callbacks=[self.events.append],
+                callbacks=[self._note],
             ) as session:
                 while session.rounds_seen < self.goal:
                     with torch.no_grad():
@@ -69,6 +71,11 @@ class Trainer:
         except BaseException as error:
             self.error = error
 
+    def _note(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, StoreUnavailable):
+            self.failures.append((time.monotonic(), event))
+
     def until(self, reached: Callable[[], bool]) -> None:
         """Wait until it is so, or this trainer has failed."""
         while not reached():
@@ -77,18 +84,35 @@ class Trainer:
             time.sleep(0.02)
 
 
+@pytest.fixture
+def fault_seconds(request: pytest.FixtureRequest) -> float:
+    """How long the longer run through faults lasts at least."""
+    return float(request.config.getoption("--fault-seconds"))
+
+
+@pytest.fixture
+def outage_seconds(request: pytest.FixtureRequest) -> float:
+    """How long the store is away."""
+    return float(request.config.getoption("--outage-seconds"))
+
+
 @pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a minute of backoff is for real outages; here a second stands for it."""
-    monkeypatch.setattr(retrying, "FIRST_DELAY_SECONDS", 0.02)
-    monkeypatch.setattr(retrying, "LAST_DELAY_SECONDS", 1.0)
+def _short_pauses(
+    monkeypatch: pytest.MonkeyPatch, fault_seconds: float, outage_seconds: float
+) -> None:
+    """Half a minute of backoff is for real outages; in short ones a second stands for it."""
+    if max(fault_seconds, outage_seconds) < 60:
+        monkeypatch.setattr(retrying, "FIRST_DELAY_SECONDS", 0.02)
+        monkeypatch.setattr(retrying, "LAST_DELAY_SECONDS", 1.0)
 
 
 def mailbox(endpoint: str, prefix: str) -> gm.S3Mailbox:
     return gm.S3Mailbox("tests", prefix, endpoint_url=endpoint, region="us-east-1")
 
 
-def run_two(proxy: FaultProxy, prefix: str, while_running: Callable[[list[Trainer]], None]) -> None:
+def run_two(
+    proxy: FaultProxy, prefix: str, while_running: Callable[[list[Trainer]], None]
+) -> list[Trainer]:
     """Start two trainers, do something, and have both end well."""
     trainers = [Trainer(mailbox(proxy.endpoint, prefix), learner) for learner in ("a", "bb")]
     for trainer in trainers:
@@ -101,6 +125,7 @@ def run_two(proxy: FaultProxy, prefix: str, while_running: Callable[[list[Traine
         trainer.thread.join()
         if trainer.error is not None:
             raise trainer.error
+    return trainers
 
 
 def check_run(upstream: str, prefix: str, folder: Path) -> int:
@@ -116,19 +141,32 @@ def check_run(upstream: str, prefix: str, folder: Path) -> int:
 
 
 def through_faults(
-    seaweedfs: str, prefix: str, folder: Path, *, seed: int, rounds: int, probability: float
+    seaweedfs: str,
+    prefix: str,
+    folder: Path,
+    *,
+    seed: int,
+    rounds: int,
+    probability: float,
+    seconds: float = 0.0,
 ) -> None:
     print(f"seed {seed}")
     with FaultProxy(seaweedfs) as proxy:
         proxy.decide = broken_at_random(Random(seed), probability)
+        ends = time.monotonic() + seconds
 
         def wait(trainers: list[Trainer]) -> None:
             for trainer in trainers:
-                trainer.until(lambda trainer=trainer: trainer.seen >= rounds)  # type: ignore[misc]
+                trainer.until(
+                    lambda t=trainer: t.seen >= rounds and time.monotonic() >= ends  # type: ignore[misc]
+                )
 
-        run_two(proxy, prefix, wait)
+        trainers = run_two(proxy, prefix, wait)
         assert set(proxy.struck) == {*BREAKS, "answer"}
-    assert check_run(seaweedfs, prefix, folder) >= rounds // 2
+    both = check_run(seaweedfs, prefix, folder)
+    assert both >= rounds // 2
+    steps = [trainer.steps for trainer in trainers]
+    print(f"{len(proxy.requests)} requests, {dict(proxy.struck)}; {both} rounds, {steps} steps")
 
 
 @pytest.mark.timeout(300)
@@ -137,33 +175,50 @@ def test_two_nodes_lose_nothing(seaweedfs: str, prefix: str, tmp_path: Path) -> 
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_two_nodes_lose_nothing_for_longer(
+    seaweedfs: str, prefix: str, tmp_path: Path, fault_seconds: float
+) -> None:
+    through_faults(
+        seaweedfs, prefix, tmp_path, seed=2, rounds=12, probability=0.3, seconds=fault_seconds
+    )
+
+
 @pytest.mark.timeout(600)
-def test_two_nodes_lose_nothing_for_longer(seaweedfs: str, prefix: str, tmp_path: Path) -> None:
-    through_faults(seaweedfs, prefix, tmp_path, seed=2, rounds=40, probability=0.3)
-
-
-@pytest.mark.timeout(300)
-def test_a_store_that_goes_away_stops_nothing(seaweedfs: str, prefix: str, tmp_path: Path) -> None:
+def test_a_store_that_goes_away_stops_nothing(
+    seaweedfs: str, prefix: str, tmp_path: Path, outage_seconds: float
+) -> None:
     with FaultProxy(seaweedfs) as proxy:
 
         def outage(trainers: list[Trainer]) -> None:
             for trainer in trainers:
-                trainer.until(lambda trainer=trainer: trainer.seen >= 3)  # type: ignore[misc]
+                trainer.until(lambda t=trainer: t.seen >= 3)  # type: ignore[misc]
             proxy.stop()
-            for trainer in trainers:
-                steps = trainer.steps
-                trainer.until(lambda t=trainer, n=steps: t.steps >= n + 200)  # type: ignore[misc]
-                assert any(type(event) is StoreUnavailable for event in trainer.events)
+            steps = [trainer.steps for trainer in trainers]
+            time.sleep(outage_seconds)
+            for trainer, before in zip(trainers, steps, strict=True):
+                trainer.until(lambda t=trainer, n=before: t.steps >= n + 100)  # type: ignore[misc]
+                assert trainer.failures
+            print("away:", [t.steps - n for t, n in zip(trainers, steps, strict=True)], "steps")
+            asked: list[float] = []
+
+            def note(_: Message) -> None:
+                asked.append(time.monotonic())
+
+            proxy.decide = note
             proxy.start()
+            back, seen = time.monotonic(), max(trainer.seen for trainer in trainers)
             for trainer in trainers:
-                trainer.events.clear()
-            seen = max(trainer.seen for trainer in trainers)
-            for trainer in trainers:
-                trainer.until(lambda t=trainer: t.seen >= seen + 3)  # type: ignore[misc]
+                trainer.until(lambda t=trainer: t.seen > seen)  # type: ignore[misc]
+                print(f"{trainer.learner}: {time.monotonic() - back:.1f} s until its next round")
+                print(f"  {asked[0] - back:.1f} s until the first request")
                 # What waits tries again once, and that succeeds: nobody is told of a failure again,
                 # but for what was on its way when the store came back.
-                late = [event for event in trainer.events if type(event) is StoreUnavailable]
-                assert len(late) <= 8
+                told = [event.retry_seconds for at, event in trainer.failures if at <= back]
+                assert len(trainer.failures) - len(told) <= 8
+                print(
+                    f"  told {len(told)} times, the last waits:", *map("{:.1f} s".format, told[-6:])
+                )
 
         run_two(proxy, prefix, outage)
     assert check_run(seaweedfs, prefix, tmp_path) >= 3
