@@ -1,8 +1,14 @@
 """Put and get of large payloads through S3Mailbox, beside plain boto3, on SeaweedFS.
 
-Each figure comes from a process of its own, which keeps one object in memory and moves it several
-times; the two take turns. ``seconds`` and ``cpu`` are medians; ``memory`` is the peak over what the
-process had before, divided by the object: for a put, the source included.
+Each figure comes from processes of their own, which keep one object in memory and move it several
+times. The two take turns on a store made anew for each pair of them, and begin it by turns, too.
+``seconds`` and ``cpu`` are medians over all moves, ``spread`` the least and the greatest ratio of
+a pair; ``memory`` is the peak over what the process had before, divided by the object: for a put,
+the source included. ``--folder /dev/shm`` keeps the disk out of it.
+
+Like with like: both send checksums as they do by default, CRC-32 with every part. This package's
+payloads of up to 32 MiB carry the sha256 that is in their key instead, and larger ones are not
+hashed as a whole by either.
 """
 
 import argparse
@@ -37,6 +43,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--mib", type=int, nargs="*", default=[64, 1024])
     parser.add_argument("--repeats", type=int, default=3, help="processes of each kind")
+    parser.add_argument("--folder", help="where the store keeps its objects: a temporary folder")
     parser.add_argument(
         "--endpoint", help="of a store with the bucket 'bench', instead of one here"
     )
@@ -48,48 +55,71 @@ def main() -> None:
         return
     from measure import show  # it imports torch, which the processes above do without
 
-    with contextlib.nullcontext(args.endpoint) if args.endpoint else _server() as endpoint:
-        rows = [
-            compare(operation, size * MIB, endpoint, args.repeats)
-            for size in args.mib
-            for operation in ("put", "get")
-        ]
+    rows = []
+    for size in args.mib:
+        for operation in ("put", "get"):
+            pairs = []
+            for number in range(args.repeats):
+                order = ("mailbox", "boto3") if number % 2 else ("boto3", "mailbox")
+                # Deleting frees nothing at once: a store of its own for each pair is never full.
+                with (
+                    contextlib.nullcontext(args.endpoint) if args.endpoint else _server(args.folder)
+                ) as endpoint:
+                    pairs.append(measured(operation, size * MIB, endpoint, order))
+            rows.append(compared(f"{operation} {size} MiB", pairs))
     show("s3", rows, as_json=args.json)
 
 
 @contextlib.contextmanager
-def _server() -> Generator[str]:
+def _server(folder: str | None) -> Generator[str]:
     sys.path.insert(0, str(ROOT))
     from tests.s3 import servers
 
-    with tempfile.TemporaryDirectory() as folder, servers.seaweedfs(Path(folder)) as endpoint:
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as name,
+        servers.seaweedfs(Path(name)) as endpoint,
+    ):
         servers.make_bucket(endpoint, BUCKET)
         yield endpoint
 
 
-def compare(operation: str, nbytes: int, endpoint: str, repeats: int) -> dict[str, object]:
+type _Figures = dict[str, list[float]]
+
+
+def measured(
+    operation: str, nbytes: int, endpoint: str, order: tuple[str, str]
+) -> dict[str, _Figures]:
+    """The figures of one process of each kind, one after the other."""
+    found: dict[str, _Figures] = {}
+    for kind in order:
+        command = [sys.executable, __file__, "--endpoint", endpoint]
+        command += ["--one", kind, operation, str(nbytes)]
+        secrets = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+        shown = subprocess.run(
+            command, env=os.environ | secrets, capture_output=True, text=True, check=False
+        )
+        if shown.returncode:
+            raise SystemExit(shown.stderr)
+        found[kind] = json.loads(shown.stdout)
+    return found
+
+
+def compared(what: str, pairs: list[dict[str, _Figures]]) -> dict[str, object]:
     """One row: this package's mailbox beside boto3's own transfer."""
-    found: dict[str, list[dict[str, float]]] = {"mailbox": [], "boto3": []}
-    for _ in range(repeats):
-        for kind, results in found.items():
-            command = [sys.executable, __file__, "--endpoint", endpoint]
-            command += ["--one", kind, operation, str(nbytes)]
-            secrets = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
-            shown = subprocess.run(
-                command, env=os.environ | secrets, capture_output=True, text=True, check=False
-            )
-            if shown.returncode:
-                raise SystemExit(shown.stderr)
-            results.append(json.loads(shown.stdout))
 
     def median(kind: str, figure: str) -> float:
-        return statistics.median(result[figure] for result in found[kind])
+        return statistics.median(value for pair in pairs for value in pair[kind][figure])
 
+    ratios = [
+        statistics.median(pair["mailbox"]["seconds"]) / statistics.median(pair["boto3"]["seconds"])
+        for pair in pairs
+    ]
     return {
-        "what": f"{operation} {nbytes // MIB} MiB",
+        "what": what,
         "seconds": round(median("mailbox", "seconds"), 3),
         "boto3 seconds": round(median("boto3", "seconds"), 3),
         "ratio": round(median("mailbox", "seconds") / median("boto3", "seconds"), 2),
+        "spread": f"{min(ratios):.2f}–{max(ratios):.2f}",
         "cpu": round(median("mailbox", "cpu"), 3),
         "boto3 cpu": round(median("boto3", "cpu"), 3),
         "memory": round(median("mailbox", "memory"), 2),
@@ -97,7 +127,7 @@ def compare(operation: str, nbytes: int, endpoint: str, repeats: int) -> dict[st
     }
 
 
-def one(kind: str, operation: str, nbytes: int, endpoint: str) -> dict[str, float]:
+def one(kind: str, operation: str, nbytes: int, endpoint: str) -> _Figures:
     """Move an object of ``nbytes`` several times; the figures."""
     moves = _mailbox(endpoint) if kind == "mailbox" else _boto3(endpoint)
     put, get, remove = moves
@@ -127,8 +157,7 @@ def one(kind: str, operation: str, nbytes: int, endpoint: str) -> dict[str, floa
             remove(name)
     memory = (peak.end() - before) / nbytes
     remove(name)
-    figures = {"seconds": statistics.median(seconds), "cpu": statistics.median(cpu)}
-    return {**figures, "memory": memory}
+    return {"seconds": seconds, "cpu": cpu, "memory": [memory]}
 
 
 def _content(nbytes: int) -> bytes:
