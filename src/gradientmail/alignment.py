@@ -44,7 +44,7 @@ def align(
     try:
         exchange = Exchange(
             RetryingMailbox(mailbox, clock=MonotonicClock(), random=Random()),
-            offload=thread.offload,
+            offload=thread.hash,
             take=backend.pool().take,
         )
         found = thread.call(read_newest(exchange, parameters.schema, backend, parameters.averaged))

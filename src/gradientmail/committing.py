@@ -9,7 +9,7 @@ from gradientmail.backend.base import Array, Backend
 from gradientmail.clock import Offload
 from gradientmail.collecting import Collector
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, plain_sha256
+from gradientmail.exchange.exchange import Exchange, Payload
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Estimates, RoundRecord, Update
 from gradientmail.holding import Held
@@ -59,7 +59,7 @@ class Committer:
         payloads = await self._upload(closing.collector.number, blanks.buffers)
         update = None
         if "update" in payloads:
-            digest = await self._offload(plain_sha256, payloads["theta"])
+            digest = await self._exchange.plain_sha256(payloads["theta"])
             update = Update(payloads["update"].ref, digest)
         record = self._record(closing, blanks.cosine, payloads, update, estimates)
         return record, Held(record.version, payloads["theta"], payloads["outer"])
@@ -133,12 +133,14 @@ class Committer:
 
         async def send(name: str) -> Payload:
             payload_layout, buffer = buffers[name]
-            sealed = await self._offload(self._exchange.seal, buffer, payload_layout, key_of)
+            sealed = await self._exchange.seal(buffer, payload_layout, key_of)
             return await self._exchange.store(sealed)
 
-        sent = await asyncio.gather(*(send(name) for name in buffers), return_exceptions=True)
+        # The largest first: its transfer ends last.
+        names = sorted(buffers, key=lambda name: -buffers[name][0].nbytes)
+        sent = await asyncio.gather(*map(send, names), return_exceptions=True)
         payloads: dict[str, Payload] = {}
-        for name, result in zip(buffers, sent, strict=True):
+        for name, result in zip(names, sent, strict=True):
             if isinstance(result, BaseException):
                 raise result
             payloads[name] = result

@@ -15,7 +15,6 @@ from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.events import Event, SnapshotPublished, TaskFailed
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange, Payload, Sealed
-from gradientmail.exchange.payload import sha256_hex
 from gradientmail.exchange.records import RoundRecord, SnapshotRecord, Update, expect_key
 from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
 from gradientmail.joining import rounds_held
@@ -135,7 +134,7 @@ class Courier:
         while self._watch.next_round <= outgoing.round:
             try:
                 if sealed is None:
-                    sealed = await self._offload(self._seal_delta, outgoing)
+                    sealed = await self._seal_delta(outgoing)
                     # Before the upload, in which the next round may become due: ``step`` would
                     # have to touch fresh pages.
                     await self._prepare_blank(self._posted)
@@ -211,17 +210,21 @@ class Courier:
         except ProtocolError:  # what is there cannot be read
             return False
 
-    def _seal_delta(self, outgoing: Outgoing) -> tuple[Sealed, Delta]:
-        """Compute the delta and hash it. Off the loop."""
-        outgoing.ready()
+    async def _seal_delta(self, outgoing: Outgoing) -> tuple[Sealed, Delta]:
+        """Compute the delta and hash it."""
         fragment = self._run.fragments[outgoing.fragment]
-        dtype, take = self._run.algorithm.delta_dtype, self._exchange.take
-        delta = make_delta(self._backend, fragment, outgoing, dtype, take)
+        delta = await self._offload(self._make_delta, fragment, outgoing)
 
         def key_of(digest: str, extension: str) -> str:
             return layout.snapshot_blob_key(outgoing.round, self._learner, digest, extension)
 
-        return self._exchange.seal(delta.buffer, fragment.delta, key_of), delta
+        return await self._exchange.seal(delta.buffer, fragment.delta, key_of), delta
+
+    def _make_delta(self, fragment: Fragment, outgoing: Outgoing) -> Delta:
+        """Off the loop."""
+        outgoing.ready()
+        dtype, take = self._run.algorithm.delta_dtype, self._exchange.take
+        return make_delta(self._backend, fragment, outgoing, dtype, take)
 
     async def _prepare_blank(self, seen: int) -> None:
         """Have a warm buffer ready for the next snapshot, so that ``step`` only copies.
@@ -339,7 +342,7 @@ class Courier:
         if payload is None:
             return None
         buffer = await self._offload(self._add_update, fragment, base, payload)
-        if await self._offload(sha256_hex, buffer) != update.theta_digest:
+        if await self._exchange.sha256(buffer) != update.theta_digest:
             return None
         return self._exchange.hold(record.theta, buffer, fragment.theta)
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from gradientmail.backend.base import Backend
-from gradientmail.clock import Clock, Offload
+from gradientmail.clock import Clock
 from gradientmail.errors import PayloadCorrupt
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange, Payload, Sealed, store_all
@@ -60,7 +60,6 @@ def _is_init(key: str) -> bool:
 
 async def create_run(
     exchange: Exchange,
-    offload: Offload,
     *,
     manifest: Callable[[tuple[Ref, ...]], Manifest],
     fragments: Sequence[Fragment],
@@ -76,7 +75,7 @@ async def create_run(
         return lambda digest, extension: layout.init_blob_key(fragment.index, digest, extension)
 
     sealed: list[Sealed] = [
-        await offload(exchange.seal, buffer, fragment.theta, key_of(fragment))
+        await exchange.seal(buffer, fragment.theta, key_of(fragment))
         for fragment, buffer in zip(fragments, buffers, strict=True)
     ]
     payloads = await store_all(exchange, sealed)

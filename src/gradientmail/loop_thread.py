@@ -61,7 +61,10 @@ class LoopThread:
         """Start the thread; the loop runs when this returns."""
         self.loop = asyncio.new_event_loop()
         self._blocking = DaemonExecutor(16, f"{name}-store")
-        self._compute = DaemonExecutor(2, f"{name}-tensors")
+        # One thread for tensors: two that run many short operations fight for the interpreter's
+        # lock, and take longer than one after the other. A hash is one long call without the lock.
+        self._tensors = DaemonExecutor(1, f"{name}-tensors")
+        self._hashes = DaemonExecutor(2, f"{name}-hashes")
         self.loop.set_default_executor(self._blocking)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -76,9 +79,12 @@ class LoopThread:
     async def offload[**P, T](
         self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run ``work`` on a thread for tensor work, on behalf of the loop."""
-        future = self._compute.submit(work, *args, **kwargs)
-        return await asyncio.wrap_future(future)
+        """Run ``work`` on the thread for tensor work, on behalf of the loop."""
+        return await asyncio.wrap_future(self._tensors.submit(work, *args, **kwargs))
+
+    async def hash[**P, T](self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``work`` on a thread for hashing and compressing, on behalf of the loop."""
+        return await asyncio.wrap_future(self._hashes.submit(work, *args, **kwargs))
 
     def submit[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin ``work`` on the loop; cancelling the future cancels it."""
@@ -121,7 +127,8 @@ class LoopThread:
         """Cancel what runs, end the loop; wait for its thread at most ``patience`` seconds."""
         self.notify(self._cancel_all)
         self._thread.join(patience)
-        self._compute.shutdown()
+        self._tensors.shutdown()
+        self._hashes.shutdown()
         self._blocking.shutdown()
 
     def _cancel_all(self) -> None:

@@ -61,10 +61,14 @@ class Node:
         clock: Clock,
         random: Random,
         offload: Offload,
+        hashing: Offload,
         take: Callable[[int], memoryview],
         announce: Callable[[Event], None],
     ) -> None:
-        """Nothing is read or written yet."""
+        """Nothing is read or written yet.
+
+        ``offload`` is given the work on tensors, ``hashing`` that on payloads' bytes.
+        """
         self.settings = settings
         self._handoff = handoff
         self._clock = clock
@@ -74,7 +78,7 @@ class Node:
             mailbox, clock=clock, random=random, on_unavailable=self._on_unavailable
         )
         self.exchange = Exchange(
-            retrying, offload=offload, take=take, compressed=settings.compressed
+            retrying, offload=hashing, take=take, compressed=settings.compressed
         )
         token = f"{random.getrandbits(64):016x}"
         self._lease = Lease(retrying, settings.learner, token, self._observe_leases)
@@ -132,11 +136,7 @@ class Node:
             )
 
         counts, self._created = await create_run(
-            self.exchange,
-            self._offload,
-            manifest=manifest,
-            fragments=fragments,
-            buffers=buffers,
+            self.exchange, manifest=manifest, fragments=fragments, buffers=buffers
         )
         if counts.created_by == self.settings.learner:
             parameters = sum(spec.count for spec in schema)

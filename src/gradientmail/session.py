@@ -84,6 +84,8 @@ class Session:
 
     """
 
+    _closed_because = "this session is closed; make a new Session to train on"
+
     def __init__(
         self,
         model: object,
@@ -101,7 +103,6 @@ class Session:
     ) -> None:
         """Join the run. Blocks until the model holds its newest parameters."""
         self._closed = False
-        self._closed_because = "this session is closed; make a new Session to train on"
         check_arguments(algorithm, mailbox, compression, backend)
         settings = settings_of(learner_id, poll_interval, lease_every, lease_timeout, compression)
         self._settings = settings
@@ -124,6 +125,7 @@ class Session:
             clock=MonotonicClock(),
             random=Random(),
             offload=self._thread.offload,
+            hashing=self._thread.hash,
             take=self._pool.take,
             announce=self._announce,
         )
@@ -359,9 +361,7 @@ class Session:
 
     def give_way(self) -> None:
         """Close at once: a new session takes over the model."""
-        self._closed_because = (
-            "this session was closed when another Session was made with its model"
-        )
+        self._closed_because = "this session was closed: another Session was made with its model"
         self._handoff.fail(SessionClosed(self._closed_because))  # in case a step waits
         self._end(clean=False)
 

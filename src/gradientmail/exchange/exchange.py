@@ -69,7 +69,7 @@ class Sealed:
 
 
 class Exchange:
-    """One run in one mailbox. Used on the loop's thread, except ``seal``."""
+    """One run in one mailbox. Used on the loop's thread."""
 
     def __init__(
         self,
@@ -79,7 +79,10 @@ class Exchange:
         take: Callable[[int], memoryview],
         compressed: bool = False,
     ) -> None:
-        """Write payloads with zstd if ``compressed``; ``take`` gives buffers."""
+        """Write payloads with zstd if ``compressed``; ``take`` gives buffers.
+
+        Hashing and compressing is given to ``offload``.
+        """
         self.mailbox = mailbox
         self.take = take
         self._offload = offload
@@ -93,16 +96,30 @@ class Exchange:
 
     # Payloads
 
-    def seal(
+    async def seal(
         self, buffer: memoryview, payload_layout: PayloadLayout, key_of: Callable[[str, str], str]
     ) -> Sealed:
-        """Compress if the run does, hash, and name: ``key_of(sha256, extension)``. Any thread."""
+        """Compress if the run does, hash, and name: ``key_of(sha256, extension)``."""
+        return await self._offload(self._seal, buffer, payload_layout, key_of)
+
+    def _seal(
+        self, buffer: memoryview, payload_layout: PayloadLayout, key_of: Callable[[str, str], str]
+    ) -> Sealed:
         stored = buffer
         if self._extension == ZSTD:
             stored = compression.compress(payload_layout, buffer, self.take)
         digest = sha256_hex(stored)
         ref = Ref(key=key_of(digest, self._extension), sha256=digest, size=stored.nbytes)
         return Sealed(ref, buffer, stored, payload_layout)
+
+    async def sha256(self, buffer: memoryview) -> str:
+        """The sha256 of ``buffer`` in hexadecimal digits."""
+        return await self._offload(sha256_hex, buffer)
+
+    async def plain_sha256(self, payload: Payload) -> str:
+        """The sha256 of a payload as safetensors, whatever codec stored it."""
+        plain = payload.ref.key.endswith(PLAIN)
+        return payload.ref.sha256 if plain else await self.sha256(payload.buffer)
 
     async def store(self, sealed: Sealed) -> Payload:
         """Put the payload. Its key holds its hash, so that finding it there is success too."""
@@ -290,12 +307,6 @@ def _open(
         return Payload(ref, buffer, payload_layout.check(buffer))
     except PayloadCorrupt as error:
         raise PayloadCorrupt(f"{ref.key}: {error}") from None
-
-
-def plain_sha256(payload: Payload) -> str:
-    """The sha256 of the payload as safetensors, whatever codec stored it. Any thread."""
-    ref = payload.ref
-    return ref.sha256 if ref.key.endswith(PLAIN) else sha256_hex(payload.buffer)
 
 
 async def store_all(exchange: Exchange, sealed: Sequence[Sealed]) -> list[Payload]:

@@ -88,6 +88,7 @@ class SimulatedNode:
             clock=self.clock,
             random=Random(self.seed),
             offload=inline,
+            hashing=inline,
             take=pool.take,
             announce=self.announce or self.events.append,
         )
