@@ -113,6 +113,13 @@ SENTENCES: list[tuple[Event, str]] = [
         "lease failed and is repeated: ValueError()",
     ),
     (
+        events.ClosingWaits(rounds=(3, 4), at_most_seconds=150.2),
+        (
+            "closing waits for round 3, 4 to be committed, and leaves without it when nothing is "
+            "for 150 s; Ctrl-C leaves now"
+        ),
+    ),
+    (
         GaveUp(rounds=(3, 4), waited_seconds=150.2),
         "nothing was committed for 150 s; leaves without round 3, 4",
     ),

@@ -312,6 +312,22 @@ class TaskFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClosingWaits(Event):
+    """Closing has waited for some seconds for this learner's last rounds to be committed."""
+
+    rounds: tuple[int, ...]
+    at_most_seconds: float
+    """It leaves without them when nothing is committed for so long."""
+
+    def __str__(self) -> str:
+        rounds = ", ".join(map(str, self.rounds))
+        return (
+            f"closing waits for round {rounds} to be committed, and leaves without it when "
+            f"nothing is for {self.at_most_seconds:.0f} s; Ctrl-C leaves now"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GaveUp(Event):
     """Closing stopped waiting: this learner's last rounds did not commit."""
 

@@ -14,12 +14,14 @@ from time import monotonic, perf_counter
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.schedule import Schedule
 from gradientmail.backend.base import Parameters
-from gradientmail.events import Aligned, ParametersNotFinite
+from gradientmail.events import Aligned, ClosingWaits, ParametersNotFinite
 from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
 
 NEVER = math.inf
 DECAY = 0.1
 """Of the exponential moving average of the time between steps."""
+TELL_SECONDS = 5.0
+"""Closing says what it waits for when nothing has landed for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +368,7 @@ class Learner:
         self._send()
         landed, seen = monotonic(), self.rounds_seen
         remaining = len(self.versions) if self._algorithm.flush_on_close else 0
+        told = False
         while True:
             while remaining and self.local_step >= self._final_due():
                 self._publish(final=True)
@@ -376,8 +379,12 @@ class Learner:
             self.take_news()
             if self.rounds_seen != seen:
                 landed, seen = monotonic(), self.rounds_seen
-            if monotonic() - landed > patience():
-                return self.in_flight()
+            waited, missing = monotonic() - landed, self.in_flight()
+            if waited > patience():
+                return missing
+            if waited > TELL_SECONDS and missing and not told:
+                told = True
+                self._handoff.announce(ClosingWaits(rounds=missing, at_most_seconds=patience()))
 
     def _final_due(self) -> float:
         standing = self._standing()

@@ -27,7 +27,7 @@ from tests.session.models import (
 )
 
 import gradientmail as gm
-from gradientmail import events
+from gradientmail import events, learner
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 
 
@@ -195,8 +195,9 @@ def test_ctrl_c_while_joining_leaves_no_thread() -> None:
         gm.Session(net(), algorithm=ALGORITHM, mailbox=box, **QUICK)
 
 
-def test_close_gives_up_when_nothing_lands() -> None:
+def test_close_says_what_it_waits_for_and_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another learner is waited for that never publishes; quorum 2."""
+    monkeypatch.setattr(learner, "TELL_SECONDS", 0.1)
     box, model, seen = gm.MemoryMailbox(), net(), Events()
     algorithm = gm.DiLoCo(sync_every=2, fragments=1, in_flight=1, quorum_size=2)
     quick = {"poll_interval": 0.01, "lease_every": 0.1, "lease_timeout": 0.4}
@@ -209,8 +210,9 @@ def test_close_gives_up_when_nothing_lands() -> None:
         for step in range(3):
             train_step(model, optimizer, step)
             session.step(samples=6)
-    (gave_up,) = seen.of(events.GaveUp)
-    assert gave_up.rounds == (0,)
+    (gave_up,), (waits,) = seen.of(events.GaveUp), seen.of(events.ClosingWaits)
+    assert gave_up.rounds == waits.rounds == (0,)
+    assert gave_up.waited_seconds == pytest.approx(waits.at_most_seconds)
     assert seen.of(events.Closed)[0].clean
     assert session.rounds_seen == -1
     assert all(torch.equal(initial[n], p) for n, p in parameters(model).items())
