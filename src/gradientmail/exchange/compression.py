@@ -142,7 +142,7 @@ def _each_slot(
 
 @cache
 def _numpy() -> ModuleType | None:
-    """NumPy if it is there: twice as fast as slicing, and other threads run meanwhile."""
+    """NumPy if it is there: several times as fast as slicing, and other threads run meanwhile."""
     try:
         import numpy  # noqa: ICN001
     except ImportError:
@@ -182,31 +182,55 @@ def slice_unshuffle(source: memoryview, out: memoryview, width: int) -> None:
 
 
 def numpy_shuffle(source: memoryview, out: memoryview, width: int) -> None:
-    """``shuffle`` by shifts of whole elements, which processors do many at a time."""
+    """``shuffle`` by conversions that keep the lowest byte, which processors do many at a time.
+
+    The byte wanted is the lowest of an element that is read so many bytes later. There is no such
+    element at the end, so the last one is moved by itself.
+    """
     numpy = _numpy()
     assert numpy is not None  # noqa: S101
-    dtype = numpy.dtype(f"<u{width}")
-    elements = numpy.frombuffer(source, dtype)
-    count, step = len(elements), _CHUNK // width
+    count, step = source.nbytes // width, _CHUNK // width
+    shifted = numpy.ndarray((width, count - 1), f"<u{width}", source, strides=(1, width))
     planes = numpy.frombuffer(out, numpy.uint8).reshape(width, count)
-    for first in range(0, count, step):
-        chunk = slice(first, first + step)
-        for byte in range(width):
-            numpy.right_shift(
-                elements[chunk], 8 * byte, out=planes[byte, chunk], dtype=dtype, casting="unsafe"
-            )
+    for first in range(0, count - 1, step):
+        chunk = slice(first, min(first + step, count - 1))
+        numpy.copyto(planes[:, chunk], shifted[:, chunk], casting="unsafe")
+    planes[:, -1] = numpy.frombuffer(source[-width:], numpy.uint8)
 
 
 def numpy_unshuffle(source: memoryview, out: memoryview, width: int) -> None:
-    """``unshuffle`` by shifts of whole elements, from the highest byte down."""
+    """``unshuffle`` by joining bytes to halves of elements, and halves to elements."""
     numpy = _numpy()
     assert numpy is not None  # noqa: S101
     elements = numpy.frombuffer(out, f"<u{width}")
-    count, step = len(elements), _CHUNK // width
-    planes = numpy.frombuffer(source, numpy.uint8).reshape(width, count)
-    for first in range(0, count, step):
-        chunk = elements[first : first + step]
-        chunk[:] = planes[-1, first : first + step]
-        for byte in reversed(range(width - 1)):
-            numpy.left_shift(chunk, 8, out=chunk)
-            numpy.bitwise_or(chunk, planes[byte, first : first + step], out=chunk)
+    planes = numpy.frombuffer(source, numpy.uint8).reshape(width, -1)
+    step = min(_CHUNK // width, len(elements))
+    half, scratch = numpy.empty((2, step), "<u2")
+    whole = numpy.empty(step, "<u4")
+    for first in range(0, len(elements), step):
+        chunk, joined = planes[:, first : first + step], elements[first : first + step]
+        if width == 2:
+            _join(numpy, chunk[0], chunk[1], joined, scratch)
+            continue
+        halves = half[: len(joined)]
+        _join(numpy, chunk[0], chunk[1], halves, scratch)
+        numpy.copyto(joined, halves)
+        _join(numpy, chunk[2], chunk[3], halves, scratch)
+        _put_above(numpy, halves, joined, whole)
+
+
+def _join(numpy: ModuleType, low: Any, high: Any, out: Any, scratch: Any) -> None:
+    """Fill ``out`` with elements of the lower halves ``low`` and the upper halves ``high``."""
+    numpy.copyto(out, low)
+    _put_above(numpy, high, out, scratch)
+
+
+def _put_above(numpy: ModuleType, high: Any, out: Any, scratch: Any) -> None:
+    """Give the elements of ``out``, which fill their lower halves, ``high`` as upper ones.
+
+    Widened with zeros and put in half an element later: a shift that costs nothing.
+    """
+    half, widened = high.itemsize, scratch[: len(out)]
+    numpy.copyto(widened, high)
+    later = out.view(numpy.uint8)[half:]
+    numpy.bitwise_or(later, widened.view(numpy.uint8)[:-half], out=later)
