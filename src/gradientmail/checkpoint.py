@@ -146,7 +146,21 @@ class Checkpoint:
             same = row["version"] == version.number
             if same and row["anchor"] != version.payload.ref.sha256:
                 raise ValueError(_ANOTHER_RUN)
+        self._check_names(rows, state["parameters"])
         return rows
+
+    def _check_names(self, rows: list[dict[str, Any]], arrays: Mapping[str, Array]) -> None:
+        names = [{spec.name for spec in fragment.specs} for fragment in self.run.fragments]
+        saved = [own for own, row in zip(names, rows, strict=True) if row["trained"]]
+        for found, what in (
+            (arrays.keys() - set().union(*names), "has parameters that the run does not have"),
+            (set().union(*saved) - arrays.keys(), "lacks parameters that were in training"),
+        ):
+            if found:
+                listed = ", ".join(sorted(map(repr, found))[:5]) + ", …" * (len(found) > 5)
+                raise ValueError(
+                    f"the state {what}: {listed}; pass what state_dict() returned, unchanged"
+                )
 
     def _is_kept(self, p: int, row: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
         """Whether the fragment's local steps go on.

@@ -5,6 +5,7 @@ import math
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +73,26 @@ def test_defaults_and_order() -> None:
     assert algorithm == DiLoCo(sync_every=100, fragments=8, **DEFAULTS)
     assert [option.name for option in fields(DiLoCo)] == ["sync_every", "fragments", *DEFAULTS]
     assert (Strided().block_pattern, Rda().direct_pattern) == (r"\.(\d+)\.", "embed")
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    counts: dict[str, Any] = {"sync_every": 100, "fragments": 8, "in_flight": 3, "quorum_size": 2}
+    counts |= {"overlap_steps": 0, "global_batch_size": 64}
+    fractions: dict[str, Any] = {"mixing": 0.25, "outer_lr": 0.5, "outer_momentum": 0.75}
+    for kind in (np.int64, np.uint16, np.int32):
+        options: dict[str, Any] = {name: kind(value) for name, value in counts.items()}
+        options |= {name: np.float32(value) for name, value in fractions.items()}
+        algorithm = DiLoCo(**options)
+        assert algorithm == DiLoCo(**counts, **fractions)
+        assert {type(getattr(algorithm, name)) for name in counts} == {int}
+        assert {type(getattr(algorithm, name)) for name in fractions} == {float}
+        assert DiLoCo.from_json(json.loads(json.dumps(algorithm.to_json()))) == algorithm
+    for value in (np.True_, np.float64(4.0), np.int64(-1), np.array([4])):
+        with pytest.raises(ValueError, match="in_flight"):
+            build(in_flight=value)
+    for value in (np.True_, np.float32("nan"), np.array([0.5])):
+        with pytest.raises(ValueError, match="mixing"):
+            build(mixing=value)
 
 
 def test_every_option_has_bad_values_here() -> None:

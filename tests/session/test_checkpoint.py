@@ -285,6 +285,8 @@ def test_what_is_no_state_of_this_run_is_refused_and_changes_nothing() -> None:
     dtype = {n: t.double() for n, t in state["parameters"].items()}
     others = {n: t.numpy() for n, t in state["parameters"].items()}
     words = {**state["parameters"], "0.bias": "x"}
+    more = {**state["parameters"], "module.0.bias": torch.zeros(1), 7: torch.zeros(1)}
+    less = {n: t for n, t in state["parameters"].items() if n != "0.bias"}
     cases: list[tuple[Any, type[Exception], str]] = [
         (None, TypeError, "state_dict"),
         ([], TypeError, "state_dict"),
@@ -302,6 +304,8 @@ def test_what_is_no_state_of_this_run_is_refused_and_changes_nothing() -> None:
         (broken(state, parameters=dtype), ValueError, "float64"),
         (broken(state, parameters=others), TypeError, "is a numpy.ndarray, and .* gave a torch"),
         (broken(state, parameters=words), TypeError, "'0.bias' is a builtins.str"),
+        (broken(state, parameters=more), ValueError, "not have: 'module.0.bias', 7; pass"),
+        (broken(state, parameters=less), ValueError, "in training: '0.bias'; pass"),
         (broken(state, in_flight=["x"]), ValueError, "in_flight"),
     ]
     with gm.Session(model, algorithm=SLOW, mailbox=box, learner_id="a", **QUICK) as session:

@@ -9,9 +9,11 @@ step (DiLoCo, arXiv 2311.08105).
 # ruff: noqa: TRY004
 
 import math
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any
 
 LARGEST_COUNT = 2**53
@@ -103,8 +105,11 @@ class DiLoCo:
     flush_on_close: bool = False
 
     def __post_init__(self) -> None:
-        """Check every option; numbers given as whole ones where fractions are meant convert."""
-        self._check_counts()
+        """Check every option; numbers of other types, NumPy's say, become Python's."""
+        for name, (least, none) in _COUNTS.items():
+            if not (none and getattr(self, name) is None):
+                object.__setattr__(self, name, _count(name, getattr(self, name), least, none=none))
+        self._check_together()
         for name, bounds in _FRACTIONS.items():
             object.__setattr__(self, name, _fraction(name, getattr(self, name), *bounds))
         _check_kind("merge", self.merge, (Rda, WeightedMean))
@@ -117,25 +122,17 @@ class DiLoCo:
         if not isinstance(self.flush_on_close, bool):
             raise ValueError(f"flush_on_close={self.flush_on_close!r} is neither True nor False")
 
-    def _check_counts(self) -> None:
-        _check_count("sync_every", self.sync_every, 1)
-        _check_count("fragments", self.fragments, 1)
+    def _check_together(self) -> None:
         if self.fragments > self.sync_every:
             raise ValueError(
                 f"fragments={self.fragments!r} must be at most sync_every={self.sync_every!r}: "
                 "a step can exchange one fragment"
             )
-        _check_count("in_flight", self.in_flight, 1)
         if self.in_flight > self.fragments:
             raise ValueError(
                 f"in_flight={self.in_flight!r} must be at most fragments={self.fragments!r}; "
                 f"pass in_flight={self.fragments} (the default is 2)"
             )
-        _check_count("quorum_size", self.quorum_size, 1)
-        if self.overlap_steps is not None:
-            _check_count("overlap_steps", self.overlap_steps, 0, or_none=True)
-        if self.global_batch_size is not None:
-            _check_count("global_batch_size", self.global_batch_size, 1, or_none=True)
 
     def to_json(self) -> dict[str, Any]:
         """The options as the manifest holds them; ``from_json`` reads them back."""
@@ -168,6 +165,16 @@ class DiLoCo:
         ]
 
 
+_COUNTS = {
+    "sync_every": (1, False),
+    "fragments": (1, False),
+    "in_flight": (1, False),
+    "quorum_size": (1, False),
+    "overlap_steps": (0, True),
+    "global_batch_size": (1, True),
+}
+"""Options that are whole numbers: the least allowed, and whether they may be None."""
+
 _FRACTIONS = {
     "mixing": (0.0, True, 1.0),
     "outer_lr": (0.0, False, math.inf),
@@ -199,16 +206,21 @@ def _choice_from_json(name: str, row: object) -> object:
     )
 
 
-def _check_count(name: str, value: object, least: int, *, or_none: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_COUNT:
-        allowed = f"a whole number from {least} to 2**53" + (" or None" if or_none else "")
+def _count(name: str, value: object, least: int, *, none: bool) -> int:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if isinstance(value, bool) or not least <= number <= LARGEST_COUNT:
+        allowed = f"a whole number from {least} to 2**53" + (" or None" if none else "")
         raise ValueError(f"{name}={value!r} is not {allowed}")
+    return number
 
 
 def _fraction(name: str, value: object, least: float, closed: bool, bound: float) -> float:
     allowed = f"a finite number {'at least' if closed else 'over'} {least:g}"
     allowed += "" if math.isinf(bound) else f" and below {bound:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name}={value!r} is not {allowed}")
     try:
         number = float(value) + 0.0  # turns -0.0 into 0.0, which is written differently in JSON
