@@ -1,10 +1,10 @@
 """What the exchange does to the model: held-out loss at equal total tokens, three seeds each.
 
-    uv run benchmarks/quality.py                 all studies, about forty minutes on one core
+    uv run benchmarks/quality.py                 all studies, some five minutes of one core
     uv run benchmarks/quality.py --study merge   one of them
     uv run benchmarks/quality.py --results FILE --report docs/quality.svg
 
-The byte model of ``examples/byte_lm.py``, smaller, on its text. The learners train in one process
+A small byte model on the text of ``examples/byte_lm.py``. The learners train in one process
 in lockstep, so that a result depends on the seed alone; deltas, merging, outer step, precision and
 schedule are the library's own code, without mailbox and threads. A result is appended to
 ``--results`` as it comes, and what is there already is not run again.
@@ -15,6 +15,7 @@ import functools
 import json
 import math
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -23,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quality_model import ByteModel, Stack, draw
 from quality_plot import plot
 
 import gradientmail as gm
-from byte_lm import CONTEXT, PARTS, ByteModel, draw, held_out_loss, source_text
 from gradientmail.algorithm.merge import Fold, contribution_weight
 from gradientmail.algorithm.outer import FragmentState, OuterStep
 from gradientmail.algorithm.precision import decode_tensors, encode_difference, fp32_array
@@ -37,9 +38,12 @@ from gradientmail.buffers import HOST
 from gradientmail.node import planned
 from gradientmail.run import Fragment, arrays_over
 
-WIDTH, DEPTH, BATCH, LEARNING_RATE, WARMUP = 64, 2, 8, 4e-3, 0.05
-STEPS = 1280
-"""Batches that all learners of a run take together."""
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from byte_lm import PARTS, source_text
+
+BATCH, LEARNING_RATE, WARMUP = 32, 4e-3, 0.05
+STEPS = 3600
+"""Batches that all learners of a run take together: each of M takes ``STEPS / M``."""
 SEEDS = (0, 1, 2)
 FRAGMENTS = 4
 BACKEND = TorchBackend()
@@ -51,11 +55,11 @@ class Case:
 
     learners: int = 4
     reference: bool = False
-    sync_every: int = 32
+    sync_every: int = 30
     merge: str = "rda"
     outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    delta_dtype: str | None = None
+    outer_momentum: float = 0.5
+    delta_dtype: str = "F32"
     commit_dtype: str | None = None
     overlap: int = 0
     mixing: float = 0.0
@@ -77,51 +81,47 @@ class Case:
 
 BASE = Case()
 STUDIES: dict[str, list[Case]] = {
-    "reference": [replace(BASE, reference=True, learners=m) for m in (1, 2, 4, 8)],
-    "merge": [
-        replace(BASE, learners=m, merge=merge) for m in (2, 4, 8) for merge in ("rda", "mean")
-    ],
+    "learners": [replace(BASE, reference=True, learners=m) for m in (1, 2, 4, 8)]
+    + [replace(BASE, learners=1)]  # of one delta, every merge makes itself
+    + [replace(BASE, learners=m, merge=merge) for m in (2, 4, 8) for merge in ("rda", "mean")],
     "precision": [replace(BASE, delta_dtype=dtype) for dtype in ("F32", "BF16", "F8_E4M3", "F4")]
     + [replace(BASE, delta_dtype="F4", commit_dtype="F4")],
-    "overlap": [replace(BASE, overlap=n, mixing=a) for n in (5, 10) for a in (0.0, 0.5)],
-    "sync_every": [replace(BASE, sync_every=steps) for steps in (10, 32, 100)],
+    "sync_every": [replace(BASE, sync_every=steps) for steps in (10, 30, 100)],
+    "overlap": [BASE] + [replace(BASE, overlap=n, mixing=a) for n in (5, 10) for a in (0.0, 0.5)],
     "outer": [
         replace(BASE, learners=m, outer_lr=lr, outer_momentum=momentum)
-        for m in (2, 4)
+        for m in (4, 2)
         for lr in (0.5, 0.7, 1.0)
         for momentum in (0.0, 0.5, 0.9)
     ],
 }
-
+VARIED = {
+    "learners": ("merge",),
+    "precision": ("delta_dtype", "commit_dtype"),
+    "sync_every": ("sync_every",),
+    "overlap": ("overlap", "mixing"),
+    "outer": ("outer_lr", "outer_momentum"),
+}
+"""What the cases of a study differ in, besides the number of learners."""
 
 text_of = functools.cache(source_text)
 """A part of the text, read once."""
 
 
 class Learner:
-    """A model in training on its own parts of the text."""
+    """A model and the parts of the text that it trains on."""
 
     def __init__(self, case: Case, index: int, seed: int) -> None:
         """All learners of a seed begin with the same parameters."""
         torch.manual_seed(seed)
-        self.model = ByteModel(WIDTH, DEPTH)
+        self.model = ByteModel()
         self.parameters = BACKEND.bind(self.model)
         self.generator = torch.Generator().manual_seed(1000 * seed + index)
         self.text = torch.cat([text_of(part) for part in range(index, PARTS, case.learners)])
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.99))
 
-    def backward(self) -> None:
-        """The gradient of one batch, clipped."""
-        self.optimizer.zero_grad()
-        self.model(draw(self.text, BATCH, self.generator)).backward()
-
-    def step(self, done: float) -> None:
-        """An optimizer step, ``done`` being the share of the training that is over."""
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        decay = 0.55 + 0.45 * math.cos(math.pi * done)
-        for group in self.optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * decay * min(1.0, (done + 1e-9) / WARMUP)
-        self.optimizer.step()
+    def batch(self) -> torch.Tensor:
+        """The next batch of its own text."""
+        return draw(self.text, BATCH, self.generator)
 
     def copy_of(self, fragment: Fragment) -> dict[str, Array]:
         """The parameters of a fragment at this moment."""
@@ -160,6 +160,10 @@ class Exchange:
             self.states[number] = self.closed(number, final=False)
             self.flying.append((step + self.case.overlap, number, self.states[number].theta))
             self.next_round += 1
+        self.deliver(step)
+
+    def deliver(self, step: float) -> None:
+        """Write into the models what has arrived by then."""
         while self.flying and self.flying[0][0] <= step:
             _, number, theta = self.flying.popleft()
             self.anchors[number] = theta
@@ -171,7 +175,7 @@ class Exchange:
         fragment, algorithm = self.fragments[number], self.algorithm
         fold = Fold(algorithm.merge, fragment.specs, BACKEND, HOST.take)
         for learner in self.learners:
-            fold.add(self.delta(learner, number), contribution_weight(BATCH * CONTEXT, 1))
+            fold.add(self.delta(learner, number), contribution_weight(BATCH, 1))
         new = FragmentState(blank(fragment, "theta"), blank(fragment, "outer"))
         OuterStep(algorithm.outer_lr, algorithm.outer_momentum, algorithm.commit_dtype)(
             BACKEND,
@@ -198,44 +202,36 @@ class Exchange:
 
     def finish(self) -> None:
         """The learners leave with ``flush_on_close``: what they have moved is averaged in."""
-        self.after_step_flying()
+        self.deliver(math.inf)
         for number in range(len(self.fragments)):
             theta = self.closed(number, final=True).theta
             self.learners[0].parameters.apply(self.learners[0].parameters.stage(theta))
 
-    def after_step_flying(self) -> None:
-        """Commits still on their way arrive."""
-        self.case = replace(self.case, overlap=0)
-        self.after_step(max((due for due, _, _ in self.flying), default=-1))
 
-
-def train(case: Case, seed: int) -> float:
-    """Held-out bits per byte of what the learners committed together."""
-    learners = [Learner(case, index, seed) for index in range(case.learners)]
+def train(case: Case) -> list[float]:
+    """Held-out bits per byte of what the learners committed together, for each seed."""
+    runs = [[Learner(case, index, seed) for index in range(case.learners)] for seed in SEEDS]
+    # Data parallelism: of batches of one size, the mean gradient is that of one large batch.
+    training = [run[0] for run in runs] if case.reference else [one for run in runs for one in run]
+    stack = Stack([learner.model for learner in training])
+    exchanges = [] if case.reference else [Exchange(case, run) for run in runs]
     steps = STEPS // case.learners
-    exchange = None if case.reference else Exchange(case, learners)
     for step in range(1, steps + 1):
-        for learner in learners:
-            learner.backward()
-        if exchange is None:
-            average_gradients(learners)
-        for learner in learners if exchange else learners[:1]:
-            learner.step(step / steps)
-        if exchange is None:
-            for learner in learners[1:]:
-                learner.model.load_state_dict(learners[0].model.state_dict())
-        else:
+        batches = torch.stack([learner.batch() for run in runs for learner in run])
+        done = step / steps
+        rate = LEARNING_RATE * (0.55 + 0.45 * math.cos(math.pi * done)) * min(1.0, done / WARMUP)
+        stack.step(batches.view(len(training), -1, batches.shape[-1]), rate)
+        for exchange in exchanges:
             exchange.after_step(step)
-    if exchange is not None:
+    for exchange in exchanges:
         exchange.finish()
-    return held_out_loss(learners[0].model)
+    return [held_out_loss(run[0].model) for run in runs]
 
 
-def average_gradients(learners: list[Learner]) -> None:
-    """Data parallelism: the first learner gets the mean gradient of all."""
-    for parameters in zip(*(learner.model.parameters() for learner in learners), strict=True):
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        parameters[0].grad = torch.stack(gradients).mean(dim=0)
+@torch.no_grad()
+def held_out_loss(model: ByteModel) -> float:
+    """Bits per byte on text that nobody trained on."""
+    return float(model(draw(text_of(None), 16384, torch.Generator().manual_seed(0))))
 
 
 def cases(study: str | None) -> Iterator[Case]:
@@ -244,55 +240,51 @@ def cases(study: str | None) -> Iterator[Case]:
     yield from dict.fromkeys(chosen)
 
 
-def read(path: Path) -> dict[Case, dict[int, float]]:
-    """The results so far: held-out loss by seed."""
-    found: dict[Case, dict[int, float]] = {}
+def read(path: Path) -> dict[Case, list[float]]:
+    """The results so far: held-out loss of each seed."""
+    found: dict[Case, list[float]] = {}
     if path.exists():
         for line in path.read_text("utf-8").splitlines():
             row: dict[str, Any] = json.loads(line)
-            found.setdefault(Case(**row["case"]), {})[row["seed"]] = row["loss"]
+            found[Case(**row["case"])] = row["losses"]
     return found
 
 
 def run(study: str | None, path: Path) -> None:
-    """Run what is missing, seed by seed, and append each result."""
+    """Run what is missing and append each result."""
     done = read(path)
-    for seed in SEEDS:
-        for case in cases(study):
-            if seed in done.get(case, {}):
-                continue
-            began = time.perf_counter()
-            loss = train(case, seed)
-            row = {"case": asdict(case), "seed": seed, "loss": round(loss, 4)}
-            with path.open("a", encoding="utf-8") as file:
-                print(json.dumps(row), file=file)
-            print(f"{loss:.4f}  {time.perf_counter() - began:5.1f} s  seed {seed}  {label(case)}")
+    for case in cases(study):
+        if case in done:
+            continue
+        began = time.perf_counter()
+        losses = [round(loss, 4) for loss in train(case)]
+        with path.open("a", encoding="utf-8") as file:
+            print(json.dumps({"case": asdict(case), "losses": losses}), file=file)
+        print(losses, f"{time.perf_counter() - began:5.1f} s  {label(case)}", flush=True)
 
 
-def label(case: Case) -> str:
-    """How the case differs from the base."""
+def label(case: Case, varied: tuple[str, ...] = tuple(asdict(BASE))) -> str:
+    """A case in words: the learners and what the study varies."""
+    learners = f"{case.learners} learner{'s' * (case.learners > 1)}"
     if case.reference:
-        return f"data parallel, {case.learners} learners"
-    differs = [
-        f"{name} {value}"
-        for name, value in asdict(case).items()
-        if value != getattr(BASE, name) and name != "learners"
-    ]
-    return ", ".join([f"{case.learners} learners", *differs])
+        return f"{learners}, data parallel"
+    values = asdict(case)
+    shown = [f"{name} {values[name]}" for name in varied if name not in ("learners", "reference")]
+    return ", ".join([learners, *shown])
 
 
-def rows(results: Mapping[Case, Mapping[int, float]]) -> Iterator[dict[str, object]]:
-    """A row a case and study: mean over the seeds, and how far they lie apart."""
+def rows(results: Mapping[Case, list[float]]) -> Iterator[dict[str, object]]:
+    """A row a case and study: mean over the seeds, and the best and the worst of them."""
     for study, found in STUDIES.items():
         for case in found:
-            losses = list(results.get(case, {}).values())
+            losses = results.get(case)
             if losses:
                 yield {
                     "study": study,
-                    "case": label(case),
+                    "case": label(case, VARIED[study]),
                     "bits per byte": round(statistics.mean(losses), 3),
-                    "spread": round(max(losses) - min(losses), 3),
-                    "seeds": len(losses),
+                    "best": round(min(losses), 3),
+                    "worst": round(max(losses), 3),
                 }
 
 
@@ -314,7 +306,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(found))
     else:
-        print("\n| study | case | bits per byte | spread | seeds |\n|---|---|---|---|---|")
+        print("\n| study | case | bits per byte | best | worst |\n" + "|---" * 5 + "|")
         for row in found:
             print("| " + " | ".join(map(str, row.values())) + " |")
     if args.report is not None:
