@@ -1,6 +1,8 @@
 """Settings of all tests: how many random examples, and that a failure can be repeated."""
 
 import os
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -38,3 +40,21 @@ def chaos_seconds(request: pytest.FixtureRequest) -> float:
 def chaos_seed(request: pytest.FixtureRequest) -> int:
     """What a chaos run draws from."""
     return int(request.config.getoption("--chaos-seed"))
+
+
+@pytest.fixture
+def count(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
+    """``count("single faults", 6)`` adds to a sum that is printed when all tests have run."""
+    return lambda what, number: record_property(f"counted {what}", number)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what the tests counted: how much of all that could be tried this time was."""
+    sums: Counter[str] = Counter()
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name.startswith("counted ") and isinstance(value, int):
+                sums[name.removeprefix("counted ")] += value
+    if sums:
+        text = ", ".join(f"{number} {what}" for what, number in sorted(sums.items()))
+        terminalreporter.write_line(f"held: {text}")

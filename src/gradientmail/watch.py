@@ -90,6 +90,8 @@ class Watch:
         self.changed = Signal()
         self.progress = Progress(exchange, fragments, self._on_record)
         self.live = frozenset({learner})
+        self._ordered = [learner]
+        """The same, in the order in which they are asked for."""
         self.snapshots: dict[int, dict[str, bytes]] = {}
         """Raw snapshot records found so far, by round and learner."""
         self.late_snapshots = False
@@ -166,16 +168,20 @@ class Watch:
         now = self._clock.now()
         self._leases_listed = now
         self._book.observe(keys, now)
-        live = self._book.live(now) | {self._learner}
+        live = self._book.live(now)
+        if self._learner not in live:
+            live |= {self._learner}
+        if live is self.live or live == self.live:
+            return
         listed = self._book.listed()
         for learner in sorted(live - self.live):
             self._announce(LearnerAppeared(learner=learner))
         for learner in sorted(self.live - live):
             silent = learner in listed
             self._announce((LearnerLost if silent else LearnerLeft)(learner=learner))
-        if live != self.live:
-            self.live = live
-            self.changed.set()
+        self.live = live
+        self._ordered = sorted(live)
+        self.changed.set()
 
     def silent_beats(self) -> list[str]:
         """The keys of the others' beats that nobody has renewed for so long that they may go."""
@@ -257,19 +263,39 @@ class Watch:
     async def _poll_snapshots(self, number: int) -> None:
         """Ask for some of the missing snapshots, and for all of them if one of these is there."""
         now, closing = self._clock.now(), self._closing(number)
-        seen = self.snapshots.get(number, {})
-        missing = self.live.difference(seen, (self._learner,))
+        if closing:
+            await self._poll_as_closer(number, now)
         # A learner wants to know when a round closes without it. Before a commit is due none does.
-        if missing and (closing or not self._rhythm.due_in(now)):
-            share = -(-len(missing) // SHARE) if closing else 1
-            if share <= ASKED_BY_KEY:
-                self._turn = (self._turn + share) % len(missing)
-                ordered = sorted(missing)
-                turned = ordered[self._turn :] + ordered[: self._turn]
-                if await self._ask_all(number, turned[:share]):
-                    await self._ask_all(number, turned[share:])
-        if closing and now - self._snapshots_listed >= self._snapshots_cadence(len(missing)):
+        elif not self._rhythm.due_in(now):
+            one = self._next_missing(number)
+            if one is not None and await self._ask(number, one):
+                await self._ask_all(number, self._missing(number))
+
+    async def _poll_as_closer(self, number: int, now: float) -> None:
+        missing = self._missing(number)
+        share = -(-len(missing) // SHARE)
+        if missing and share <= ASKED_BY_KEY:
+            self._turn = (self._turn + share) % len(missing)
+            turned = missing[self._turn :] + missing[: self._turn]
+            if await self._ask_all(number, turned[:share]):
+                await self._ask_all(number, turned[share:])
+        if now - self._snapshots_listed >= self._snapshots_cadence(len(missing)):
             await self.list_snapshots(number)
+
+    def _missing(self, number: int) -> list[str]:
+        """The live learners, in order, of whom nothing was found in the round; not this one."""
+        seen = self.snapshots.get(number, {})
+        return [who for who in self._ordered if who not in seen and who != self._learner]
+
+    def _next_missing(self, number: int) -> str | None:
+        """One of them, whose turn it is."""
+        seen = self.snapshots.get(number, {})
+        for _ in self._ordered:
+            self._turn = (self._turn + 1) % len(self._ordered)
+            one = self._ordered[self._turn]
+            if one not in seen and one != self._learner:
+                return one
+        return None
 
     async def _ask_all(self, number: int, learners: Sequence[str]) -> bool:
         """Whether one of these snapshots is there."""
@@ -292,7 +318,7 @@ class Watch:
         usual = self._rhythm.round_seconds or self.poll_interval
         if now < late_at:
             pause = min(2 * usual, 1.5 * self._lease_every)
-        elif listed < late_at or listed <= self._book.expires_at < now:
+        elif listed < late_at or self._book.has_lost(now):
             return True
         else:  # a longer one would be forgiven them as blindness
             pause = min(max(usual / 2, self._waited() / 16), self._lease_timeout / 4)

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import override
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gradientmail.exchange import layout
 from gradientmail.exchange.lease import LAST_SWEPT, Lease, LeaseBook, kept_seconds, sweep_beats
@@ -148,3 +150,63 @@ def test_silence_is_what_was_listened_to() -> None:
     blind.observe(keys, 0.0)
     blind.observe(keys, 10 * kept)
     assert blind.silent(kept) == []
+
+
+class PlainBook:
+    """What ``LeaseBook`` says, worked out anew each time from all that was ever listed."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.newest: dict[str, tuple[int, float]] = {}
+        self.observed_at: float | None = None
+
+    def observe(self, beats: dict[str, set[int]], now: float) -> None:
+        blind = 0.0 if self.observed_at is None else now - self.observed_at - self.timeout / 2
+        old = {who: (n, at + max(blind, 0.0)) for who, (n, at) in self.newest.items()}
+        self.observed_at = now
+        self.newest = {
+            who: old[who] if old.get(who, (None,))[0] == max(numbers) else (max(numbers), now)
+            for who, numbers in beats.items()
+            if numbers
+        }
+
+    def live(self, now: float) -> frozenset[str]:
+        return frozenset(w for w, (_, at) in self.newest.items() if now <= at + self.timeout)
+
+    def silent(self, seconds: float) -> set[str]:
+        assert self.observed_at is not None
+        return {w for w, (_, at) in self.newest.items() if self.observed_at - at > seconds}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 40),
+            st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), max_size=4),
+            st.integers(0, 25),
+        ),
+        max_size=12,
+    )
+)
+def test_a_book_says_what_one_that_works_out_everything_anew_says(
+    steps: list[tuple[int, list[tuple[str, int]], int]],
+) -> None:
+    """Times in quarters of a second, so that sums are exact. Listings, and looks in between."""
+    book, plain, now = LeaseBook(5.0), PlainBook(5.0), 0.0
+    for pause, listed, look in steps:
+        now += pause / 4
+        beats: dict[str, set[int]] = {}
+        for who, number in listed:
+            beats.setdefault(who, set()).add(number)
+        book.observe([layout.beat_key(who, number) for who, number in listed], now)
+        plain.observe(beats, now)
+        assert book.listed() == plain.newest.keys()
+        assert book.live(now) == plain.live(now)
+        silent = plain.silent(10.0)
+        assert book.silent(10.0) == sorted(
+            layout.beat_key(who, number) for who in silent for number in beats[who]
+        )
+        now += look / 4
+        assert book.has_lost(now) == (plain.live(now) != plain.live(now - look / 4))
+        assert book.live(now) == plain.live(now)
+        assert book.live(now) is book.live(now)

@@ -1,5 +1,6 @@
 """Every deliberate breakage of the protocol is told by the invariant that it breaks."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,9 @@ SEEDS = 12
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda one: one.name.replace(" ", "-"))
-def test_a_breakage_is_told(breakage: Breakage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_breakage_is_told(
+    breakage: Breakage, monkeypatch: pytest.MonkeyPatch, count: Callable[[str, int], None]
+) -> None:
     assert breakage.told_by in WITNESSED
     breakage.patch(monkeypatch)
     told: set[str] = set()
@@ -22,6 +25,7 @@ def test_a_breakage_is_told(breakage: Breakage, monkeypatch: pytest.MonkeyPatch)
         outcome = simulate(replace(breakage.plan, seed=seed))
         told |= {violation.invariant for violation in outcome.violations}
         if breakage.told_by in told:
+            count("breakages told", 1)
             return
     pytest.fail(f"{breakage.told_by} does not tell in {SEEDS} seeds; told: {sorted(told)}")
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -41,17 +42,20 @@ def wanted(request: pytest.FixtureRequest) -> int:
     return int(request.config.getoption("--schedules"))
 
 
-def test_random_schedules(wanted: int) -> None:
+def test_random_schedules(wanted: int, count: Callable[[str, int], None]) -> None:
     """A share of the 10,000; the whole of it: ``--schedules 10000``."""
     said: list[str] = []
     failed = main(["--count", str(wanted)], said.append)
     print(*said)
     assert failed == 0, "\n".join(said)
+    count("random schedules", wanted)
 
 
 @pytest.mark.parametrize("how", STRIKES)
 @pytest.mark.parametrize("node", [0, 1])
-def test_every_single_fault_of_a_short_run(wanted: int, node: int, how: How) -> None:
+def test_every_single_fault_of_a_short_run(
+    wanted: int, node: int, how: How, count: Callable[[str, int], None]
+) -> None:
     """Each call of each node: lost before or after it acts, a crash, a node that wakes up late.
 
     Without ``--schedules`` every tenth of them, other ones for each kind of fault.
@@ -63,8 +67,8 @@ def test_every_single_fault_of_a_short_run(wanted: int, node: int, how: How) -> 
         for number in numbers
         if (found := simulate(replace(SHORT, strikes=(Strike(node, number, how),))).violations)
     }
-    print(f"{len(numbers)} single faults of node {node}, {how} acting")
     assert failed == {}
+    count("single faults", len(numbers))
 
 
 def test_the_short_run_has_the_calls_that_single_faults_strike() -> None:

@@ -178,48 +178,69 @@ async def sweep_beats(mailbox: Mailbox, beats: Sequence[str]) -> None:
 
 
 class LeaseBook:
-    """What one observer knows of all leases, on its own clock. Pure bookkeeping."""
+    """What one observer knows of all leases, on its own clock. Pure bookkeeping.
+
+    Every node of a run keeps one, of all the others, and looks into it at every poll: what that
+    costs grows with what has changed, not with how many there are.
+    """
 
     def __init__(self, timeout: float) -> None:
         """``timeout`` seconds without a change make a lease stale."""
         self._timeout = timeout
-        self._newest: dict[str, tuple[int, float]] = {}
         self._keys: frozenset[str] = frozenset()
-        self._observed_at: float | None = None
+        self._numbers: dict[str, set[int]] = {}
+        """The beats that were listed last time, by learner."""
+        self._newest: dict[str, tuple[int, float]] = {}
+        """Each one's newest beat, and when that was seen first."""
+        self._observed_at = -math.inf
+        self._live: frozenset[str] = frozenset()
+        """Who was live when this was last looked up, which was right until ``_first_end``."""
+        self._first_end = math.inf
+        """None of the leases in ``_live`` runs out before this. Renewals only make it later."""
+        self._live_when_listed = self._live
 
     def observe(self, keys: Iterable[str], now: float) -> None:
         """Take in a listing of ``leases/``, made at ``now``."""
         self._forgive_blindness(now)
         listed = frozenset(keys)
-        # Of many leases few have changed since the last time: only these are looked at.
-        changed = listed ^ self._keys
-        self._keys = listed
-        moved = {beat[0] for key in changed if (beat := layout.parse_beat_key(key)) is not None}
-        beats: dict[str, int] = {}
-        for key in listed if moved else ():
-            beat = layout.parse_beat_key(key)
-            if beat is not None and beat[0] in moved:
-                beats[beat[0]] = max(beat[1], beats.get(beat[0], 0))
+        changed, self._keys = listed ^ self._keys, listed
+        moved: set[str] = set()
+        for key in changed:
+            if (beat := layout.parse_beat_key(key)) is not None:
+                learner, number = beat
+                moved.add(learner)
+                numbers = self._numbers.setdefault(learner, set())
+                (numbers.add if key in listed else numbers.discard)(number)
         for learner in sorted(moved):
-            if learner not in beats:
+            numbers = self._numbers[learner]
+            if not numbers:
+                del self._numbers[learner]
                 self._newest.pop(learner, None)
-            elif self._newest.get(learner, (None,))[0] != beats[learner]:
-                self._newest[learner] = (beats[learner], now)
+            elif self._newest.get(learner, (None,))[0] != (newest := max(numbers)):
+                self._newest[learner] = (newest, now)
+        gone = moved - self._newest.keys()
+        came = {who for who in moved - gone - self._live if self._newest[who][1] == now}
+        if gone or came:
+            self._live = (self._live - gone) | came
+            self._first_end = min(self._first_end, now + self._timeout)
+        self._live_when_listed = self.live(now)
 
     def live(self, now: float) -> frozenset[str]:
-        """The learners whose newest beat was listed last time and changed within the timeout."""
-        return frozenset(
-            learner
-            for learner, (_, changed) in self._newest.items()
-            if now - changed <= self._timeout
-        )
+        """The learners whose newest beat was listed last time and changed within the timeout.
 
-    @property
-    def expires_at(self) -> float:
-        """When the first of the live leases runs out, unless it changes; infinity without one."""
-        ends = (changed + self._timeout for _, changed in self._newest.values())
-        since = self._observed_at
-        return min((end for end in ends if since is None or end >= since), default=math.inf)
+        The same object as the last time when nothing has changed in between.
+        """
+        if self._first_end < now:
+            ends = {who: changed + self._timeout for who, (_, changed) in self._newest.items()}
+            live = frozenset(who for who, end in ends.items() if now <= end)
+            if live != self._live:
+                self._live = live
+            self._first_end = min((ends[who] for who in live), default=math.inf)
+        return self._live
+
+    def has_lost(self, now: float) -> bool:
+        """Whether by ``now`` a lease has run out of one who was live at the last listing."""
+        return self.live(now) is not self._live_when_listed
 
     def listed(self) -> frozenset[str]:
         """All learners that have a beat, live or stale."""
@@ -231,15 +252,10 @@ class LeaseBook:
         Up to the last listing: what came after it is not known, and time without a listing is none
         that anybody was seen in.
         """
-        now = -math.inf if self._observed_at is None else self._observed_at
+        now = self._observed_at
         silent = {who for who, (_, changed) in self._newest.items() if now - changed > seconds}
-        if not silent:
-            return []
-        return sorted(
-            key
-            for key in self._keys
-            if (beat := layout.parse_beat_key(key)) is not None and beat[0] in silent
-        )
+        beats = ((who, number) for who in sorted(silent) for number in sorted(self._numbers[who]))
+        return [layout.beat_key(who, number) for who, number in beats]
 
     def _forgive_blindness(self, now: float) -> None:
         """Time in which nothing could be observed makes nobody stale.
@@ -247,11 +263,11 @@ class LeaseBook:
         After an outage of the store, or when this process was stopped, every beat looks old: the
         others could not renew either, or renewed unseen. Only half of the timeout counts.
         """
-        if self._observed_at is not None:
-            blind = now - self._observed_at - self._timeout / 2
-            if blind > 0:
-                self._newest = {
-                    learner: (beat, changed + blind)
-                    for learner, (beat, changed) in self._newest.items()
-                }
+        blind = now - self._observed_at - self._timeout / 2
+        if 0 < blind < math.inf:
+            self._newest = {
+                learner: (beat, changed + blind)
+                for learner, (beat, changed) in self._newest.items()
+            }
+            self._first_end = -math.inf  # who was called lost meanwhile may not be
         self._observed_at = now

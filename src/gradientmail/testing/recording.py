@@ -8,24 +8,26 @@ that nothing is deleted while somebody may need it.
 import hashlib
 import math
 from collections.abc import Awaitable, Buffer, Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, override
 
-from gradientmail.algorithm.precision import QUANTIZED
+from gradientmail.algorithm.precision import decode_tensors, fp32_array
 from gradientmail.backend.base import Backend
 from gradientmail.collecting import judge
-from gradientmail.errors import ProtocolError
+from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.exchange import layout
+from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.layout import BlobKey
 from gradientmail.exchange.records import Manifest, RoundRecord, SnapshotRecord
 from gradientmail.mailbox.memory import MemoryMailbox
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
-from gradientmail.run import Run, read_run
+from gradientmail.run import Run, payload_arrays, read_run
 from gradientmail.sweeping import stale
 from gradientmail.verification import INVARIANTS, Violation
 from gradientmail.verification.arithmetic import State
 from gradientmail.verification.commits import Commits
-from gradientmail.verification.reading import reading_exchange
+from gradientmail.verification.reading import memory, reading_exchange
 from gradientmail.verification.structure import (
     MOST_BEATS,
     leftover_violations,
@@ -69,6 +71,7 @@ class RecordingMailbox(MemoryMailbox):
         self._now = now
         self._history = hashlib.sha256()
         self._foreign: set[str] = set()
+        self._exchange: Exchange | None = None
         self._commits: Commits | None = None
         self._states: dict[int, State | None] = {}
         self._shared: set[str] = set()
@@ -152,8 +155,8 @@ class RecordingMailbox(MemoryMailbox):
 
     def _manifest(self, data: bytes) -> None:
         self.run = read_run(Manifest.from_bytes(data))
-        exchange = reading_exchange(self)
-        self._commits = Commits(self.run, exchange, self._backend, self._tell_again)
+        self._exchange = reading_exchange(self)
+        self._commits = Commits(self.run, self._exchange, self._backend, self._tell_again)
         for fragment in self.run.fragments:
             self._states[fragment.index] = at_once(self._commits.initial(fragment))
 
@@ -169,11 +172,10 @@ class RecordingMailbox(MemoryMailbox):
         record = SnapshotRecord.from_bytes(data)
         if number < len(self.records):
             return  # late: nobody will look at it
-        stored = self._objects.get(record.payload.key)
-        if stored is None:
+        if record.payload.key not in self._objects:
             self.tell("order", key, "its payload is not there yet")
-        elif not self._is_finite(stored, number):
-            self.tell("snapshots", key, "its delta is not finite")
+        elif (fault := self._fault_of_delta(record)) is not None:
+            self.tell("snapshots", key, fault)
         if record.rounds_seen >= len(self.records):
             self.tell("anchors", key, f"has seen round {record.rounds_seen}, not committed yet")
         # With mixing a part of what was counted stays in the parameters, and is counted again.
@@ -192,21 +194,24 @@ class RecordingMailbox(MemoryMailbox):
         mixing = self.run is None or self.run.algorithm.mixing
         return not mixing and learner not in self._shared
 
-    def _is_finite(self, payload: bytes, number: int) -> bool:
-        """Whether a delta of F32, F16 or BF16 tensors is finite; others cannot say it."""
-        run = self.run
-        if run is None or run.algorithm.delta_dtype in QUANTIZED:
-            return True
-        delta = run.fragments[run.schedule.fragment(number)].delta
-        view = memoryview(payload)
-        return payload[:4] == b"\x28\xb5\x2f\xfd" or all(
-            math.isfinite(
-                self._backend.sum_of_squares(
-                    self._backend.array(view[slot.start : slot.stop], slot.dtype, slot.shape)
-                )
-            )
-            for slot in delta.check(view).values()
-        )
+    def _fault_of_delta(self, record: SnapshotRecord) -> str | None:
+        """Why a delta cannot be merged, decoded as a closer would; None when it can."""
+        run, exchange = self.run, self._exchange
+        if run is None or exchange is None:
+            return None
+        fragment = run.fragments[run.schedule.fragment(record.round)]
+        try:
+            payload = at_once(exchange.fetch(record.payload, fragment.delta))
+        except PayloadCorrupt as error:
+            return str(error)
+        if payload is None:
+            return None  # told already
+        arrays = payload_arrays(self._backend, payload)
+        dtype = run.algorithm.delta_dtype
+        blank = partial(fp32_array, self._backend, take=memory)
+        decoded = decode_tensors(self._backend, arrays, dtype, fragment.specs, blank)
+        squares = map(self._backend.sum_of_squares, decoded.values())
+        return None if all(map(math.isfinite, squares)) else "its delta is not finite"
 
     def _commit(self, number: int, key: str, data: bytes) -> None:
         if number != len(self.records) or self.run is None or self._commits is None:

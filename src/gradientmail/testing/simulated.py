@@ -16,6 +16,7 @@ from gradientmail.mailbox.base import Mailbox
 from gradientmail.mailbox.memory import MemoryMailbox
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 from gradientmail.testing.faults import received_bytes
+from gradientmail.testing.virtual_time import pass_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,9 @@ class SimulatedMailbox(WrappedMailbox):
     async def _travel(self, call: Call, nbytes: int, *, lost: bool) -> None:
         link = self.connection
         jitter = link.jitter_seconds * self._random.random()
-        await asyncio.sleep(link.latency_seconds + jitter + nbytes / link.bytes_per_second)
-        await self._running.wait()
+        await pass_seconds(link.latency_seconds + jitter + nbytes / link.bytes_per_second)
+        if not self._running.is_set():
+            await self._running.wait()
         if not self.connected:
             await asyncio.sleep(link.timeout_seconds)
         elif not lost:

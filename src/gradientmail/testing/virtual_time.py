@@ -164,11 +164,33 @@ class _Timer:
         if self._clock._paused:
             self._clock._over.append(self)
         elif self._callback is not None:
-            self._callback()
+            callback, self._callback = self._callback, None
+            callback()
 
     def cancel(self) -> None:
-        self._callback = None
-        self.handle.cancel()
+        if self._callback is not None:  # most have rung
+            self._callback = None
+            self.handle.cancel()
+
+
+async def pass_seconds(seconds: float) -> None:
+    """As ``asyncio.sleep``, for sleeps by the million: a timer that rings need not be cancelled."""
+    if seconds <= 0:
+        await asyncio.sleep(0)
+        return
+    loop = asyncio.get_running_loop()
+    waiting = loop.create_future()
+    timer = loop.call_later(seconds, _ring, waiting)
+    try:
+        await waiting
+    except BaseException:
+        timer.cancel()
+        raise
+
+
+def _ring(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 def run_virtual[T](

@@ -75,6 +75,7 @@ def is_known(key: str) -> bool:
         or layout.parse_snapshot_key(key) is not None
         or layout.parse_claim_key(key) is not None
         or layout.parse_beat_key(key) is not None
+        or layout.parse_swept_key(key) is not None
         or layout.parse_blob_key(key) is not None
     )
 
