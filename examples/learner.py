@@ -9,8 +9,9 @@ small language model on the source of the Python standard library, each on its o
 files. They never talk to each other: how far their parameters moved goes through the mailbox.
 
 Kill one, with kill -9 if you like, and start it again with the same line: it goes on where the run
-is. Give the same MAILBOX and a larger --steps later, and the run goes on. On one machine, two
-terminals do as well. Put your own model, data and optimizer in the place of these.
+is. All end when the run is as long as --steps says, with the same parameters. Give the same MAILBOX
+and a larger --steps later, and the run goes on. On one machine, two terminals do as well. Put your
+own model, data and optimizer in the place of these.
 """
 
 import argparse
@@ -55,30 +56,33 @@ def tell(event: events.Event) -> None:
             pass
 
 
-def await_others(session: gm.Session, options: argparse.Namespace) -> None:
-    """Wait until all have started once. Who starts again, or late, is not held up."""
+def await_others(where: str, learner: str, options: argparse.Namespace) -> None:
+    """Wait until all have been there once. Who starts again, or late, is not held up."""
     if options.world == 1:
         return
-    barrier = Barrier(mailbox=gm.open_mailbox(options.mailbox), learner_id=session.learner_id)
+    barrier = Barrier(mailbox=gm.open_mailbox(options.mailbox), learner_id=learner)
     try:
-        barrier.wait("start", parties=options.world, timeout=options.wait)
+        barrier.wait(where, parties=options.world, timeout=options.wait)
     except TimeoutError as missing:
-        say(f"starting without the others: {missing}")
+        say(f"going on without the others: {missing}")
 
 
-def train(session: gm.Session, model: ByteModel, options: argparse.Namespace) -> None:
-    """Your own training loop, with one line more."""
-    # Where the run is. A learner that joins late, or again, begins there.
-    first = (session.rounds_seen + 1) * ALGORITHM.sync_every // ALGORITHM.fragments
+def train(
+    session: gm.Session,
+    model: ByteModel,
+    optimizer: torch.optim.Optimizer,
+    options: argparse.Namespace,
+) -> None:
+    """Your own training loop, with one line more. It ends when the run is long enough."""
     text = source_text(options.rank, options.world)
-    generator = torch.Generator().manual_seed(1000 * first + options.rank)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
+    generator = torch.Generator().manual_seed(1000 * session.rounds_seen + options.rank)
+    rounds = options.steps * ALGORITHM.fragments // ALGORITHM.sync_every
     shown = time.monotonic()
-    for step in range(first, options.steps):
-        decay = 0.55 + 0.45 * math.cos(math.pi * step / options.steps)
-        optimizer.param_groups[0]["lr"] = (
-            LEARNING_RATE * decay * min(1, (step - first + 1) / WARMUP)
-        )
+    steps = 0
+    while (begun := session.rounds_seen + 1) < rounds:  # a learner that joins late begins there
+        steps += 1
+        decay = 0.55 + 0.45 * math.cos(math.pi * begun / rounds)
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * decay * min(1, steps / WARMUP)
         loss = model(draw(text, BATCH, generator))
         optimizer.zero_grad()
         loss.backward()
@@ -87,7 +91,7 @@ def train(session: gm.Session, model: ByteModel, options: argparse.Namespace) ->
         session.step(samples=BATCH * CONTEXT)
         if time.monotonic() - shown > SHOW_SECONDS:
             shown = time.monotonic()
-            say(f"step {step + 1} of {options.steps}, {loss.item():.2f} bits per byte")
+            say(f"{steps} steps here, {begun} of {rounds} rounds, {loss.item():.2f} bits per byte")
 
 
 def parse_options() -> argparse.Namespace:
@@ -98,7 +102,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("mailbox", help="folder, or s3://bucket/prefix?endpoint=…")
     parser.add_argument("--rank", type=int, default=0, help="which share of the data, from 0")
     parser.add_argument("--world", type=int, default=1, help="how many shares there are")
-    parser.add_argument("--steps", type=int, default=480, help="length of the run (default: 480)")
+    parser.add_argument(
+        "--steps", type=int, default=480, help="of each, how long the run is (default: 480)"
+    )
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the others")
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32 (default: 128)")
     parser.add_argument("--depth", type=int, default=2, help="blocks of the model (default: 2)")
@@ -114,13 +120,16 @@ def main() -> int:
     torch.set_num_threads(1)  # enough for so small a model, and others may share this machine
     torch.manual_seed(0)
     model = ByteModel(options.width, options.depth)
+    # Before joining: the others wait for a learner that is in the run and not yet ready to train.
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
+    learner = f"rank-{options.rank}"
     try:
         with gm.Session(
             model,
             # A round waits for every learner that lives, so that none has trained in vain.
             algorithm=replace(ALGORITHM, quorum_size=options.world),
             mailbox=gm.open_mailbox(options.mailbox),
-            learner_id=f"rank-{options.rank}",
+            learner_id=learner,
             poll_interval=0.5,
             lease_every=5.0,
             lease_timeout=20.0,
@@ -128,15 +137,18 @@ def main() -> int:
         ) as session:
             begun = session.rounds_seen + 1
             how = f"has {begun} rounds already" if begun else "begins"
-            say(f"{session.learner_id} of {options.world} learners is in the run, which {how}")
-            await_others(session, options)
-            train(session, model, options)
+            say(f"{learner} of {options.world} learners is in the run, which {how}")
+            await_others("start", learner, options)
+            train(session, model, optimizer, options)
+        # What the others had under way has been committed when they have left, too.
+        await_others(f"end-{options.steps}", learner, options)
+        rounds = gm.align(model, mailbox=gm.open_mailbox(options.mailbox)) + 1
     except KeyboardInterrupt:
         say("stopped; start it again with the same line to go on")
         return 130
     say(
-        f"done after {session.rounds_seen + 1} rounds: {held_out_loss(model):.2f} bits per byte of "
-        "text that nobody has trained on, 8 for a model that knows nothing"
+        f"done after {rounds} rounds: {held_out_loss(model):.2f} bits per byte of text that nobody "
+        "has trained on, 8 for a model that knows nothing"
     )
     return 0
 

@@ -181,9 +181,9 @@ def test_one_script_on_every_machine_goes_on_after_a_kill(tmp_path: Path) -> Non
     script = [sys.executable, str(EXAMPLES / "learner.py"), f"file://{run}", *TINY, "--world", "2"]
 
     @contextmanager
-    def learner(rank: int) -> Iterator[subprocess.Popen[str]]:
+    def learner(rank: int, *options: str) -> Iterator[subprocess.Popen[str]]:
         process = subprocess.Popen(
-            [*script, "--rank", str(rank), "--steps", "1000000"], stdout=subprocess.PIPE, text=True
+            [*script, "--rank", str(rank), *options], stdout=subprocess.PIPE, text=True
         )
         try:
             yield process
@@ -191,34 +191,31 @@ def test_one_script_on_every_machine_goes_on_after_a_kill(tmp_path: Path) -> Non
             process.kill()
             process.communicate()
 
-    def together(after: int = -1) -> int | None:
+    def together() -> int | None:
         both = {"rank-0", "rank-1"}
-        return next((number for number, who in participants(run, after) if who == both), None)
+        return next((number for number, who in participants(run) if who == both), None)
 
-    with learner(0) as stays:
-        with learner(1) as dies:
-            met = until(together, dies)
-            dies.kill()
-        with learner(1) as again:
-            begun = max(number for number, _ in participants(run))
-            until(lambda: together(after=max(met, begun) + 1), again)
-            for process in (stays, again):
-                process.send_signal(signal.SIGINT)
-            stayed, went_on = (
-                process.communicate(timeout=PATIENCE_SECONDS)[0] for process in (stays, again)
-            )
-            assert [stays.returncode, again.returncode] == [130, 130]
-    assert "rank-0 of 2 learners is in the run, which begins" in stayed
-    assert "is made of what rank-0 and rank-1 learned" in stayed
-    assert re.search(r"rank-1 of 2 learners is in the run, which has \d+ rounds already", went_on)
-    assert stayed.endswith("stopped; start it again with the same line to go on\n")
+    endless = ("--steps", "1000000")
+    with learner(0, *endless) as stopped:
+        with learner(1, *endless) as killed:
+            until(together, killed)
+        stopped.send_signal(signal.SIGINT)
+        shown = stopped.communicate(timeout=PATIENCE_SECONDS)[0]
+        assert stopped.returncode == 130
+    assert "rank-0 of 2 learners is in the run, which begins" in shown
+    assert "is made of what rank-0 and rank-1 learned" in shown
+    assert shown.endswith("stopped; start it again with the same line to go on\n")
 
-    # Nothing is left to train for who comes to a run that is longer than he wants it.
-    result = subprocess.run(
-        [*script, "--rank", "0", "--steps", "12"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert re.search(r"done after \d+ rounds: \d\.\d\d bits per byte of text", result.stdout)
+    # Both go on to an end, and have the same parameters then.
+    rounds = max(number for number, _ in participants(run)) + 7
+    bounded = ("--steps", str(12 * rounds), "--wait", str(PATIENCE_SECONDS))
+    ends = []
+    with learner(0, *bounded) as one, learner(1, *bounded) as other:
+        for rank, process in enumerate((one, other)):
+            shown = process.communicate(timeout=PATIENCE_SECONDS)[0]
+            assert f"rank-{rank} of 2 learners is in the run, which has " in shown
+            end = re.search(r"done after (\d+) rounds: \d\.\d\d bits per byte of text", shown)
+            assert end, shown
+            ends.append(end)
+    assert ends[0][0] == ends[1][0]
+    assert int(ends[0][1]) >= rounds

@@ -224,6 +224,32 @@ def test_a_store_that_goes_away_stops_nothing(
     assert check_run(seaweedfs, prefix, tmp_path) >= 3
 
 
+@pytest.mark.timeout(300)
+def test_what_is_refused_in_the_middle_is_told_and_stops_nobody(
+    seaweedfs: str, prefix: str, tmp_path: Path
+) -> None:
+    """Rights that were taken away, say: words that say what to do, and on when they are back."""
+    with FaultProxy(seaweedfs) as proxy:
+
+        def refused(trainers: list[Trainer]) -> None:
+            for trainer in trainers:
+                trainer.until(lambda t=trainer: t.seen >= 3)  # type: ignore[misc]
+            began = time.monotonic()
+            proxy.decide = lambda _: Fault("answer", 403, "AccessDenied")
+            for trainer in trainers:
+                trainer.until(lambda t=trainer: "s3:ListBucket" in str(t.events))  # type: ignore[misc]
+                print(f"{trainer.learner} told after {time.monotonic() - began:.1f} s")
+                steps = trainer.steps
+                trainer.until(lambda t=trainer, n=steps: t.steps >= n + 50)  # type: ignore[misc]
+            proxy.decide = lambda _: None
+            seen = max(trainer.seen for trainer in trainers)
+            for trainer in trainers:
+                trainer.until(lambda t=trainer: t.seen > seen)  # type: ignore[misc]
+
+        run_two(proxy, prefix, refused)
+    assert check_run(seaweedfs, prefix, tmp_path) >= 3
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
