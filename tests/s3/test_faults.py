@@ -2,8 +2,10 @@
 
 import asyncio
 import hashlib
+import sys
 import time
 from collections.abc import Generator, Iterable
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -284,6 +286,36 @@ def test_expired_credentials_are_looked_for_again(
     assert keys[-1] == "testing"
 
 
+@pytest.mark.parametrize("status", [400, 403])
+def test_whoever_gives_credentials_is_asked_again(
+    status: int, proxy: FaultProxy, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """boto3's own chain: here a program, which would have them last for an hour."""
+    script, given = tmp_path / "give.py", tmp_path / "given"
+    script.write_text(
+        f"""import datetime, json, pathlib
+given = pathlib.Path({str(given)!r})
+key = "testing" if given.exists() else "old"
+given.touch()
+ends = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
+print(json.dumps({{"Version": 1, "AccessKeyId": key, "SecretAccessKey": "testing-secret",
+                  "Expiration": ends.isoformat()}}))
+"""
+    )
+    config = tmp_path / "config"
+    config.write_text(f"[default]\ncredential_process = {sys.executable} {script}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    proxy.decide = lambda request: (
+        Fault("answer", status, "ExpiredToken")
+        if "Credential=old/" in request.header("authorization")
+        else None
+    )
+    assert asyncio.run(put(mailbox(proxy, prefix), "a", b"1")) is True
+    assert proxy.struck["answer"] == 1
+
+
 def test_no_credentials_are_reported_at_once(
     proxy: FaultProxy, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +366,28 @@ def test_parts_are_sent_and_fetched_again_and_nothing_is_left(
     asyncio.run(main())
     wait_for(proxy, "DELETE", "uploadId")
     assert "Upload>" not in str(box._process.requests.call("", "list_multipart_uploads"))
+
+
+def test_an_upload_in_parts_whose_last_answer_was_lost_is_there(
+    box: S3Mailbox, proxy: FaultProxy, small_parts: int
+) -> None:
+    """The store makes the object, nobody hears of it, and the upload is given up: too late."""
+    key, data = payload(12 * 2**20)
+
+    def decide(request: Message) -> Fault | None:
+        return DROP_AFTER if request.method == "POST" and "uploadId" in request.path else None
+
+    async def main() -> None:
+        proxy.decide = decide
+        with pytest.raises(MailboxUnavailable):
+            await box.put_if_absent(key, data)
+        proxy.decide = lambda _: None
+        wait_for(proxy, "DELETE", "uploadId")
+        assert await box.put_if_absent(key, data) is False
+        assert holds(await box.get(key), data)
+
+    asyncio.run(main())
+    assert proxy.struck["drop after"] == 1
 
 
 def test_an_object_made_anew_between_two_ranges_is_not_mixed(
