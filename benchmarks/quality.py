@@ -91,8 +91,14 @@ STUDIES: dict[str, list[Case]] = {
     "outer": [
         replace(BASE, learners=m, outer_lr=lr, outer_momentum=momentum)
         for m in (4, 2)
-        for lr in (0.5, 0.7, 1.0)
+        for lr in (0.5, 0.7, 1.0, 1.4)
         for momentum in (0.0, 0.5, 0.9)
+    ],
+    # RDA keeps the length that a mean of unlike deltas loses: is a longer step all that it is?
+    "merge": [
+        replace(BASE, merge=merge, outer_lr=lr)
+        for lr in (0.7, 1.0, 1.4)
+        for merge in ("rda", "mean")
     ],
 }
 VARIED = {
@@ -101,6 +107,7 @@ VARIED = {
     "sync_every": ("sync_every",),
     "overlap": ("overlap", "mixing"),
     "outer": ("outer_lr", "outer_momentum"),
+    "merge": ("merge", "outer_lr"),
 }
 """What the cases of a study differ in, besides the number of learners."""
 
@@ -308,7 +315,10 @@ def main() -> None:
     else:
         print("\n| study | case | bits per byte | best | worst |\n" + "|---" * 5 + "|")
         for row in found:
-            print("| " + " | ".join(map(str, row.values())) + " |")
+            cells = (
+                f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()
+            )
+            print("| " + " | ".join(cells) + " |")
     if args.report is not None:
         args.report.write_text(plot(found), encoding="utf-8")
 
