@@ -2,6 +2,7 @@
 
 import random
 import sys
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,25 @@ def test_shuffles_agree_at_every_chunk_border(
     assert out == b"".join(data[byte::width] for byte in range(width))
     unshuffle(out.toreadonly(), back, width)
     assert back == data
+
+
+@pytest.mark.parametrize(("shuffle", "unshuffle"), IMPLEMENTATIONS, ids=["slices", "numpy"])
+@pytest.mark.parametrize("width", [2, 4])
+def test_shuffling_needs_memory_for_one_chunk(
+    shuffle: Callable[..., None], unshuffle: Callable[..., None], width: int
+) -> None:
+    data = memoryview(bytearray(random.Random(7).randbytes(2**20)) * 8)
+    out, back = take(len(data)), take(len(data))
+    tracemalloc.start()
+    try:
+        shuffle(data, out, width)
+        unshuffle(out, back, width)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.1 * compression._CHUNK
+    same = back == data
+    assert same
 
 
 def test_large_tensors_pass_through_many_chunks() -> None:

@@ -205,8 +205,8 @@ def numpy_unshuffle(source: memoryview, out: memoryview, width: int) -> None:
     elements = numpy.frombuffer(out, f"<u{width}")
     planes = numpy.frombuffer(source, numpy.uint8).reshape(width, -1)
     step = min(_CHUNK // width, len(elements))
-    half, scratch = numpy.empty((2, step), "<u2")
-    whole = numpy.empty(step, "<u4")
+    scratch = numpy.empty(step, "<u2")
+    half, whole = (numpy.empty(step if width == 4 else 0, kind) for kind in ("<u2", "<u4"))
     for first in range(0, len(elements), step):
         chunk, joined = planes[:, first : first + step], elements[first : first + step]
         if width == 2:
