@@ -16,6 +16,7 @@ from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.collecting import Collector
 from gradientmail.committing import Committer
 from gradientmail.election import Election
+from gradientmail.errors import LearnerReplaced
 from gradientmail.exchange import exchange as exchange_module
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange, Payload
@@ -384,6 +385,53 @@ def publishes_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deltas, "math", Blind)
 
 
+def stays_where_it_is_when_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def settle(self: Learner) -> None:
+        """Keep the local parameters."""
+
+    monkeypatch.setattr(Learner, "settle", settle)
+
+
+def blocks_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Lease.acquire
+
+    async def acquire(self: Lease) -> None:
+        if await self._numbers():
+            raise LearnerReplaced("somebody has this id")
+        await whole(self)
+
+    monkeypatch.setattr(Lease, "acquire", acquire)
+
+
+def weighs_by_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def weight(tokens: int, steps: int) -> float:
+        del steps
+        return float(tokens)
+
+    monkeypatch.setattr(collecting, "contribution_weight", weight)
+
+
+def _commits(change: Callable[[RoundRecord], RoundRecord]) -> Patch:
+    whole = Exchange.commit
+
+    async def commit(self: Exchange, record: RoundRecord) -> RoundRecord:
+        return await whole(self, change(record))
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Exchange, "commit", commit)
+
+    return patch
+
+
+def names_another_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = exchange_module.sha256_hex
+
+    def hashed(data: memoryview) -> str:
+        return whole(memoryview(bytes(data) + b"salt"))
+
+    monkeypatch.setattr(exchange_module, "sha256_hex", hashed)
+
+
 def at(seconds: float, kind: Any, node: int, lasting: float = 10.0, **how: Any) -> Fault:
     """A fault, shorter to write."""
     return Fault(seconds, kind, node, lasting, **how)
@@ -448,5 +496,16 @@ BREAKAGES = [
     Breakage("never takes over", never_takes_over, "progress", TAKEOVER),
     Breakage("counts steps again", counts_steps_again, "counts", plan()),
     Breakage("moves its anchor", measures_from_its_own_parameters, "anchors", plan()),
+    Breakage("leaves unsettled", stays_where_it_is_when_it_leaves, "convergence", plan()),
+    Breakage("blocks restarts", blocks_restarts, "nodes", SOLO),
+    Breakage("weighs by tokens alone", weighs_by_tokens_alone, "participants", plan()),
+    Breakage(
+        "skips a version",
+        _commits(lambda record: replace(record, version=record.version + 1)),
+        "versions",
+        plan(),
+    ),
+    Breakage("commits a round again", commits_over_a_record, "records", RACE),
+    Breakage("names another hash", names_another_hash, "payloads", plan()),
     Breakage("publishes NaN", publishes_nan, "snapshots", plan(TWO, 2, at(9.0, "not_finite", 1))),
 ]

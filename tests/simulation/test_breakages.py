@@ -36,3 +36,11 @@ PLANS = list(dict.fromkeys(one.plan for one in BREAKAGES))
 @pytest.mark.parametrize("plan", PLANS, ids=[str(number) for number in range(len(PLANS))])
 def test_unbroken_it_holds_under_the_same_plans(plan: Plan) -> None:
     assert simulate(plan).violations == ()
+
+
+def test_every_invariant_tells_of_a_breakage() -> None:
+    """These two cannot break in worlds whose theta is its own master and that one node creates.
+
+    ``tests/verification`` damages them.
+    """
+    assert WITNESSED.keys() - {one.told_by for one in BREAKAGES} == {"manifest", "theta"}
