@@ -250,13 +250,11 @@ class Life:
                     held = node.node.syncer._holding._held[event.fragment]
                     if held.theta.ref.key != record.theta.key:
                         self.recording.tell("told", self.own.name, f"lost round {number}")
-            case LearnerLost(learner=learner) if self.fault_free:
-                # A renewal takes three calls; where these are slow its beats come too late.
-                link = self.own.connection
-                way = link.latency_seconds + link.jitter_seconds
-                if not link.failures and 12 * way < self.plan.lease_timeout:
-                    self.recording.tell("lives", learner, f"is lost to {self.own.name}")
-            case TookOver(previous=str(name), reason="lease") if self.fault_free:
+            case LearnerLost(learner=learner) if self.fault_free and self._beats_in_time():
+                self.recording.tell("lives", learner, f"is lost to {self.own.name}")
+            case TookOver(previous=str(name), reason="lease") if (
+                self.fault_free and self._beats_in_time()
+            ):
                 if any(
                     one.own.name == name and one.healthy_since is not None for one in self.peers
                 ):
@@ -265,6 +263,12 @@ class Life:
                 self.recording.tell("nodes", self.own.name, f"{task}: {error}")
             case _:
                 pass
+
+    def _beats_in_time(self) -> bool:
+        """Whether leases hold here: a renewal takes three calls, which may be slow, or fail."""
+        link = self.own.connection
+        way = link.latency_seconds + link.jitter_seconds
+        return not link.failures and 12 * way < self.plan.lease_timeout
 
     def _struck_down(self) -> None:
         loop = asyncio.get_running_loop()
