@@ -70,7 +70,10 @@ def check_arguments(
     if compression == "zstd":
         require_zstandard()  # at once: a node that joins compresses nothing until it publishes
     if backend is not None and not isinstance(backend, Backend):
-        raise TypeError(f"backend must be a Backend or None, not {type(backend).__name__}")
+        raise TypeError(
+            "backend must be None, or a backend such as NumpyBackend() of gradientmail.backend, "
+            f"not {backend!r}"
+        )
 
 
 def check_formats(backend: Backend, schema: Schema, algorithm: DiLoCo) -> None:

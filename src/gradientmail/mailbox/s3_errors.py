@@ -160,8 +160,8 @@ UNSUPPORTED_ADVICE = (
     "AWS S3; if that does not help, use another store or a newer version of it"
 )
 EXPIRED_ADVICE = (
-    "no valid credentials: renew them where boto3 looks for them (environment, ~/.aws, instance "
-    "role; for single sign-on: aws sso login)"
+    "no valid credentials: put them, or renew them, where boto3 looks for them (environment, "
+    "~/.aws, instance role; for single sign-on: aws sso login)"
 )
 CLOCK_ADVICE = "this machine's clock is wrong: set it (the store's says {time})"
 UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
