@@ -35,7 +35,7 @@ from bars import Progress, Row, follow, stop
 
 CONTEXT, BATCH, WARMUP, LEARNING_RATE = 64, 8, 50, 2e-3
 PARTS = 16  # of the text; each learner trains on one
-# With so few learners and rounds, plain averages beat an outer step with momentum.
+# With so few learners and rounds, plain averages beat a momentum of 0.9.
 ALGORITHM = gm.DiLoCo(sync_every=48, fragments=4, outer_lr=1.0, outer_momentum=0.0)
 
 
