@@ -102,7 +102,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("mailbox", help="folder, or s3://bucket/prefix?endpoint=…")
     parser.add_argument("--rank", type=int, default=0, help="which share of the data, from 0")
     parser.add_argument(
-        "--world", type=int, default=1, help="how many shares there are, from a run's start to its end"
+        "--world", type=int, default=1, help="how many shares there are; a run keeps its number"
     )
     parser.add_argument(
         "--steps", type=int, default=480, help="of each, how long the run is (default: 480)"
