@@ -85,7 +85,7 @@ def test_a_callback_that_ends_the_program_does_not_end_the_loop(end: type[BaseEx
         ({"mailbox": gm.MemoryMailbox}, "the class MemoryMailbox"),
         ({"callbacks": print}, "iterable of functions"),
         ({"callbacks": [None]}, "None is none"),
-        ({"backend": "torch"}, "a Backend or None, not str"),
+        ({"backend": "torch"}, "or a backend such as NumpyBackend"),
     ],
 )
 def test_an_argument_of_the_wrong_kind_is_refused(changes: dict[str, Any], said: str) -> None:
