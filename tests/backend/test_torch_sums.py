@@ -18,3 +18,13 @@ def test_products_outside_fp32_of_both_signs() -> None:
     expected = float(x[0].double()) ** 2 * (first - second)
     assert BACKEND.dot(x, y) == pytest.approx(expected, rel=1e-9, abs=0.0)
     assert BACKEND.dot_squares(x, y)[0] == pytest.approx(expected, rel=1e-9, abs=0.0)
+
+
+@pytest.mark.parametrize("value", [0.1, 1e-14, 1.8669323921203613])
+def test_equal_values_round_one_way_by_less_than_the_stated_error(value: float) -> None:
+    """The last one is the worst of some hundreds."""
+    x = torch.full((2**20,), value)
+    expected = float(x[0].double()) ** 2 * 2**20
+    assert BACKEND.sum_of_squares(x) == pytest.approx(expected, rel=3e-7, abs=0.0)
+    zero = torch.zeros_like(x)
+    assert BACKEND.subtract_squares(x, zero, zero) == pytest.approx(expected, rel=3e-7, abs=0.0)
