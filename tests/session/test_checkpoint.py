@@ -4,6 +4,7 @@ import asyncio
 import copy
 import io
 import json
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +69,20 @@ class Keeper(gm.MemoryMailbox):
         await super().delete([key for key in keys if key.startswith("leases/")])
 
 
+class Late(Keeper):
+    """A store that no commit reaches before it is told to let them through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.commits = threading.Event()
+
+    async def put_if_absent(self, key: str, data: Any, /) -> bool:
+        """As the store's, in time."""
+        if key.startswith("rounds/"):
+            await asyncio.to_thread(self.commits.wait, 60.0)
+        return await super().put_if_absent(key, data)
+
+
 def life(
     box: gm.Mailbox,
     steps: range,
@@ -76,12 +91,13 @@ def life(
     algorithm: gm.DiLoCo = SLOW,
     name: str = "a",
     clean: bool = False,
+    leaving: Callable[[], object] | None = None,
     model_first: bool = True,
     snapshots: int = 0,
 ) -> tuple[dict[str, Any], Events]:
     """One process: goes on from ``state``, trains, saves, and ends. Its checkpoint and events.
 
-    It ends when there are so many ``snapshots``.
+    It ends when there are so many ``snapshots``. ``leaving`` is called when all is saved.
     """
     model, seen = net(0), Events()
     optimizer = sgd(model)
@@ -109,6 +125,8 @@ def life(
                 "optimizer": copy.deepcopy(optimizer.state_dict()),
                 "session": session.state_dict(),
             }
+            if leaving is not None:
+                leaving()
             if not clean:
                 raise Stop
     except Stop:
@@ -202,8 +220,9 @@ def test_what_the_run_committed_meanwhile_is_aligned_with(mixing: float) -> None
 
 
 def test_a_clean_exit_and_a_return_lose_no_step_of_fragments_that_were_not_in_flight() -> None:
-    box = Keeper()
-    state, _ = life(box, range(13), clean=True)  # round 0 is published at 10 and commits
+    box = Late()
+    # Round 0 is published at 10 and commits while the session is closed.
+    state, _ = life(box, range(13), clean=True, leaving=box.commits.set)
     assert [record["round"] for record in records(box, "rounds/")] == [0]
     state, seen = life(box, range(13, 20), state, snapshots=2)
     (restored,) = seen.of(events.StateRestored)
