@@ -191,20 +191,22 @@ def test_one_script_on_every_machine_goes_on_after_a_kill(tmp_path: Path) -> Non
             process.kill()
             process.communicate()
 
-    def together() -> int | None:
-        both = {"rank-0", "rank-1"}
-        return next((number for number, who in participants(run) if who == both), None)
-
-    endless = ("--steps", "1000000")
-    with learner(0, *endless) as stopped:
-        with learner(1, *endless) as killed:
-            until(together, killed)
+    with learner(0, "--steps", "1000000") as stopped:
+        shown: list[str] = []
+        assert stopped.stdout is not None
+        with learner(1, "--steps", "1000000"):
+            # The record is there before this learner has read it: only its own words will do.
+            for line in stopped.stdout:
+                shown.append(line)
+                if "is made of what rank-0 and rank-1 learned" in line:
+                    break
         stopped.send_signal(signal.SIGINT)
-        shown = stopped.communicate(timeout=PATIENCE_SECONDS)[0]
+        shown += stopped.communicate(timeout=PATIENCE_SECONDS)[0].splitlines(keepends=True)
         assert stopped.returncode == 130
-    assert "rank-0 of 2 learners is in the run, which begins" in shown
-    assert "is made of what rank-0 and rank-1 learned" in shown
-    assert shown.endswith("stopped; start it again with the same line to go on\n")
+    text = "".join(shown)
+    assert "rank-0 of 2 learners is in the run, which begins" in text
+    assert "is made of what rank-0 and rank-1 learned" in text
+    assert text.endswith("stopped; start it again with the same line to go on\n")
 
     # Both go on to an end, and have the same parameters then.
     rounds = max(number for number, _ in participants(run)) + 7
@@ -212,10 +214,10 @@ def test_one_script_on_every_machine_goes_on_after_a_kill(tmp_path: Path) -> Non
     ends = []
     with learner(0, *bounded) as one, learner(1, *bounded) as other:
         for rank, process in enumerate((one, other)):
-            shown = process.communicate(timeout=PATIENCE_SECONDS)[0]
-            assert f"rank-{rank} of 2 learners is in the run, which has " in shown
-            end = re.search(r"done after (\d+) rounds: \d\.\d\d bits per byte of text", shown)
-            assert end, shown
+            text = process.communicate(timeout=PATIENCE_SECONDS)[0]
+            assert f"rank-{rank} of 2 learners is in the run, which has " in text
+            end = re.search(r"done after (\d+) rounds: \d\.\d\d bits per byte of text", text)
+            assert end, text
             ends.append(end)
     assert ends[0][0] == ends[1][0]
     assert int(ends[0][1]) >= rounds
