@@ -97,8 +97,8 @@ def run_world(nodes: int, seconds: int, *, sync_every: int = 500) -> World:
 
 
 def _nudge(model: object, local_step: int) -> None:
-    assert isinstance(model, Vector)
     if local_step % NUDGE_EVERY == 0:
+        assert isinstance(model, Vector)
         model.shift(NUDGE_EVERY / 100)
 
 

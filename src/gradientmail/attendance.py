@@ -61,9 +61,8 @@ class Attendance:
 
     def observe(self, record: RoundRecord, live: Collection[str]) -> None:
         """Take in the next record, and who was live."""
-        taken = {part.learner for part in record.participants}
+        missing = set(live).difference(part.learner for part in record.participants)
         reasons = dict(record.rejected)
-        missing = set(live) - taken
         for learner in self._missed.keys() - missing:
             del self._missed[learner]
         for learner in missing:
@@ -72,7 +71,7 @@ class Attendance:
             if streak.is_due(MISSED):
                 self.suspects.add(learner)
         self.suspects &= missing
-        if record.cosine is not None and len(taken) > 1:
+        if record.cosine is not None and len(record.participants) > 1:
             if record.cosine <= PARALLEL:
                 self._alike = _Streak()
             else:

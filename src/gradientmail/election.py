@@ -73,7 +73,11 @@ class Election:
                 if again != claim:  # somebody else took over and has the full time to close
                     claim, began = again, self._clock.now()
                     continue
-            await wait_or_sleep(self._clock, self._watch.poll_interval, changed, self._stopping)
+            pause = self._watch.poll_interval
+            if looked and claim is not None:  # whoever relies on somebody is told if he is lost
+                ends = began + self._watch.takeover_seconds()
+                pause = max(pause, ends - self._clock.now())
+            await wait_or_sleep(self._clock, pause, changed, self._stopping)
             if self._watch.next_round == number and (not looked or claim is None):
                 claim, looked = await self._exchange.last_claim(number), True
         return None

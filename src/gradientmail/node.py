@@ -285,7 +285,7 @@ class Node:
             if not held:
                 self._step_aside()
                 return
-            live = tuple(sorted(self.watch.live)) if self.watch is not None else ()
+            live = self.watch.ordered if self.watch is not None else ()
             self._announce(LeaseRenewed(beat=self._lease.beat, live=live))
 
     def _observe_leases(self, keys: Sequence[str]) -> None:

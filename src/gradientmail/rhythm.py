@@ -27,6 +27,8 @@ class Rhythm:
         self.round_seconds: float | None = None
         """Mean time from one commit to the next, None while there were not two."""
         self._deviation = 0.0
+        self._margin = float(SOONER_POLLS * poll_interval)
+        """So much sooner or later than expected is no surprise."""
 
     def advance(self, now: float) -> None:
         """A commit was seen."""
@@ -38,6 +40,7 @@ class Rhythm:
                 error = took - self.round_seconds
                 self.round_seconds += GAIN * error
                 self._deviation += GAIN * (abs(error) - self._deviation)
+            self._margin = max(SOONER_POLLS * self._poll_interval, 4 * self._deviation)
         self._advanced_at = now
 
     def waited(self, now: float) -> float:
@@ -57,11 +60,6 @@ class Rhythm:
         if self.round_seconds is None or self._advanced_at is None:
             return 0.0
         return max(self._advanced_at + self.round_seconds - self._margin - now, 0.0)
-
-    @property
-    def _margin(self) -> float:
-        """So much sooner or later than expected is no surprise."""
-        return max(SOONER_POLLS * self._poll_interval, 4 * self._deviation)
 
     def pause(self, now: float) -> float:
         """How long to wait before looking again: a poll when a commit is due, else longer.

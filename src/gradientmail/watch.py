@@ -90,7 +90,7 @@ class Watch:
         self.changed = Signal()
         self.progress = Progress(exchange, fragments, self._on_record)
         self.live = frozenset({learner})
-        self._ordered = [learner]
+        self.ordered: tuple[str, ...] = (learner,)
         """The same, in the order in which they are asked for."""
         self.snapshots: dict[int, dict[str, bytes]] = {}
         """Raw snapshot records found so far, by round and learner."""
@@ -180,7 +180,7 @@ class Watch:
             silent = learner in listed
             self._announce((LearnerLost if silent else LearnerLeft)(learner=learner))
         self.live = live
-        self._ordered = sorted(live)
+        self.ordered = tuple(sorted(live))
         self.changed.set()
 
     def silent_beats(self) -> list[str]:
@@ -285,14 +285,14 @@ class Watch:
     def _missing(self, number: int) -> list[str]:
         """The live learners, in order, of whom nothing was found in the round; not this one."""
         seen = self.snapshots.get(number, {})
-        return [who for who in self._ordered if who not in seen and who != self._learner]
+        return [who for who in self.ordered if who not in seen and who != self._learner]
 
     def _next_missing(self, number: int) -> str | None:
         """One of them, whose turn it is."""
         seen = self.snapshots.get(number, {})
-        for _ in self._ordered:
-            self._turn = (self._turn + 1) % len(self._ordered)
-            one = self._ordered[self._turn]
+        for _ in self.ordered:
+            self._turn = (self._turn + 1) % len(self.ordered)
+            one = self.ordered[self._turn]
             if one not in seen and one != self._learner:
                 return one
         return None

@@ -17,7 +17,7 @@ beyond that.
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gradientmail.errors import ProtocolError
 from gradientmail.exchange import layout
@@ -115,8 +115,8 @@ class Lease:
 
     def _own(self, keys: Iterable[str]) -> list[int]:
         """The numbers of this learner's beats among ``keys``."""
-        parsed = (layout.parse_beat_key(key) for key in keys)
-        return [beat[1] for beat in parsed if beat is not None and beat[0] == self._learner]
+        own = layout.beats_prefix(self._learner)
+        return [number for _, number in _beats([key for key in keys if key.startswith(own)])]
 
     async def _put(self, number: int) -> bool:
         """Create a beat; True when the one there is this process's, by an answer lost before.
@@ -167,8 +167,7 @@ async def sweep_beats(mailbox: Mailbox, beats: Sequence[str]) -> None:
 
     Only what was seen is deleted, key by key: a beat that comes meanwhile has another number.
     """
-    parsed = (layout.parse_beat_key(key) for key in beats)
-    numbers = [beat[1] for beat in parsed if beat is not None and beat[1] <= LAST_SWEPT]
+    numbers = [number for _, number in _beats(beats) if number <= LAST_SWEPT]
     noted = _noted(await mailbox.list(layout.SWEPT))
     furthest = max(numbers + noted, default=0)
     if furthest not in noted:
@@ -187,9 +186,9 @@ class LeaseBook:
     def __init__(self, timeout: float) -> None:
         """``timeout`` seconds without a change make a lease stale."""
         self._timeout = timeout
+        self._listed: tuple[str, ...] = ()
         self._keys: frozenset[str] = frozenset()
-        self._numbers: dict[str, set[int]] = {}
-        """The beats that were listed last time, by learner."""
+        """What was listed last time, in order and as a set."""
         self._newest: dict[str, tuple[int, float]] = {}
         """Each one's newest beat, and when that was seen first."""
         self._observed_at = -math.inf
@@ -202,28 +201,38 @@ class LeaseBook:
     def observe(self, keys: Iterable[str], now: float) -> None:
         """Take in a listing of ``leases/``, made at ``now``."""
         self._forgive_blindness(now)
-        listed = frozenset(keys)
-        changed, self._keys = listed ^ self._keys, listed
-        moved: set[str] = set()
-        for key in changed:
-            if (beat := layout.parse_beat_key(key)) is not None:
-                learner, number = beat
-                moved.add(learner)
-                numbers = self._numbers.setdefault(learner, set())
-                (numbers.add if key in listed else numbers.discard)(number)
-        for learner in sorted(moved):
-            numbers = self._numbers[learner]
-            if not numbers:
-                del self._numbers[learner]
-                self._newest.pop(learner, None)
-            elif self._newest.get(learner, (None,))[0] != (newest := max(numbers)):
-                self._newest[learner] = (newest, now)
-        gone = moved - self._newest.keys()
-        came = {who for who in moved - gone - self._live if self._newest[who][1] == now}
+        listed = tuple(keys)
+        if listed != self._listed:  # most listings say what the last one said
+            self._take_in(listed, now)
+        self._live_when_listed = self.live(now)
+
+    def _take_in(self, listed: tuple[str, ...], now: float) -> None:
+        before, keys = self._keys, frozenset(listed)
+        self._listed, self._keys = listed, keys
+        changed: set[str] = set()
+        for learner, number in _beats(keys - before):
+            newest = self._newest.get(learner)
+            if newest is None or number > newest[0]:
+                self._newest[learner] = (number, now)
+                changed.add(learner)
+        # Usually an older beat than the newest, which a renewal has deleted.
+        fallen = {who for who, number in _beats(before - keys) if self._newest[who][0] == number}
+        gone = self._fall_back(fallen, now) if fallen else fallen
+        came = (changed | fallen) - gone - self._live
         if gone or came:
             self._live = (self._live - gone) | came
             self._first_end = min(self._first_end, now + self._timeout)
-        self._live_when_listed = self.live(now)
+
+    def _fall_back(self, fallen: set[str], now: float) -> set[str]:
+        """The newest beat of these was deleted: their newest now, and who of them has none."""
+        left: dict[str, int] = {}
+        for learner, number in _beats(self._keys):
+            if learner in fallen:
+                left[learner] = max(number, left.get(learner, number))
+        for learner in fallen - left.keys():
+            del self._newest[learner]
+        self._newest |= {learner: (number, now) for learner, number in left.items()}
+        return fallen - left.keys()
 
     def live(self, now: float) -> frozenset[str]:
         """The learners whose newest beat was listed last time and changed within the timeout.
@@ -254,7 +263,7 @@ class LeaseBook:
         """
         now = self._observed_at
         silent = {who for who, (_, changed) in self._newest.items() if now - changed > seconds}
-        beats = ((who, number) for who in sorted(silent) for number in sorted(self._numbers[who]))
+        beats = sorted(beat for beat in _beats(self._keys if silent else ()) if beat[0] in silent)
         return [layout.beat_key(who, number) for who, number in beats]
 
     def _forgive_blindness(self, now: float) -> None:
@@ -271,3 +280,8 @@ class LeaseBook:
             }
             self._first_end = -math.inf  # who was called lost meanwhile may not be
         self._observed_at = now
+
+
+def _beats(keys: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Learner and number of every beat among ``keys``."""
+    return (beat for key in keys if (beat := layout.parse_beat_key(key)) is not None)

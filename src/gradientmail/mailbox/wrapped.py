@@ -1,10 +1,10 @@
 """A mailbox around a mailbox: one place through which all four operations go."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Buffer, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Buffer, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from gradientmail.mailbox.base import Mailbox
 
@@ -38,23 +38,24 @@ class WrappedMailbox(ABC):
     async def around[T](self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
         """Answer ``call``; ``await act()`` performs it on ``inner``, once each time."""
 
-    async def put_if_absent(self, key: str, data: Buffer, /) -> bool:
+    # These hand out the coroutine of ``around`` instead of awaiting it: wrappers are stacked, and
+    # each awaiting function is a frame more that every answer goes through.
+
+    def put_if_absent(self, key: str, data: Buffer, /) -> Coroutine[Any, Any, bool]:
         """As ``Mailbox.put_if_absent``."""
         with memoryview(data) as view:
             call = Call("put_if_absent", (key,), view.nbytes)
-        return await self.around(call, partial(self.inner.put_if_absent, key, data))
+        return self.around(call, partial(self.inner.put_if_absent, key, data))
 
-    async def get(self, key: str, /) -> Buffer | None:
+    def get(self, key: str, /) -> Coroutine[Any, Any, Buffer | None]:
         """As ``Mailbox.get``."""
-        return await self.around(Call("get", (key,)), partial(self.inner.get, key))
+        return self.around(Call("get", (key,)), partial(self.inner.get, key))
 
-    async def list(self, prefix: str, /, *, after: str = "") -> Sequence[str]:
+    def list(self, prefix: str, /, *, after: str = "") -> Coroutine[Any, Any, Sequence[str]]:
         """As ``Mailbox.list``."""
-        return await self.around(
-            Call("list", (prefix,)), partial(self.inner.list, prefix, after=after)
-        )
+        return self.around(Call("list", (prefix,)), partial(self.inner.list, prefix, after=after))
 
-    async def delete(self, keys: Iterable[str], /) -> None:
+    def delete(self, keys: Iterable[str], /) -> Coroutine[Any, Any, None]:
         """As ``Mailbox.delete``. An iterator is read once, however often ``around`` acts."""
         wanted = tuple(keys)
-        await self.around(Call("delete", wanted), partial(self.inner.delete, wanted))
+        return self.around(Call("delete", wanted), partial(self.inner.delete, wanted))

@@ -16,7 +16,7 @@ from gradientmail.mailbox.base import Mailbox
 from gradientmail.mailbox.memory import MemoryMailbox
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 from gradientmail.testing.faults import received_bytes
-from gradientmail.testing.virtual_time import pass_seconds
+from gradientmail.testing.virtual_time import passing
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +60,30 @@ class SimulatedMailbox(WrappedMailbox):
     async def around[T](self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
         """Send, act, bring the answer; one of the three may fail."""
         draw = self._random.random() / max(self.connection.failures, 1e-300)
-        await self._travel(call, call.sent, lost=draw < 0.5)
+        await self._way(call.sent)
+        if draw < 0.5 or not self._open:
+            await self._hinder(call, lost=draw < 0.5)
         result = await act()
-        await self._travel(call, received_bytes(call, result), lost=draw < 1)
+        await self._way(received_bytes(call, result))
+        if draw < 1 or not self._open:
+            await self._hinder(call, lost=draw < 1)
         return result
 
-    async def _travel(self, call: Call, nbytes: int, *, lost: bool) -> None:
+    def _way(self, nbytes: int) -> Awaitable[None]:
+        """To the store or back. A world takes more of these than of all else: no task, no frame."""
         link = self.connection
         jitter = link.jitter_seconds * self._random.random()
-        await pass_seconds(link.latency_seconds + jitter + nbytes / link.bytes_per_second)
-        if not self._running.is_set():
-            await self._running.wait()
+        return passing(link.latency_seconds + jitter + nbytes / link.bytes_per_second)
+
+    @property
+    def _open(self) -> bool:
+        return self.connected and self._running.is_set()
+
+    async def _hinder(self, call: Call, *, lost: bool) -> None:
+        """Wait while this node is stopped; fail when it is cut off, or the message ``lost``."""
+        await self._running.wait()
         if not self.connected:
-            await asyncio.sleep(link.timeout_seconds)
+            await asyncio.sleep(self.connection.timeout_seconds)
         elif not lost:
             return
         raise MailboxUnavailable(f"simulated: {call.operation} {call.key!r} got no answer")

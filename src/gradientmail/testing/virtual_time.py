@@ -8,7 +8,9 @@ import asyncio
 import math
 import selectors
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextvars import Context
+from heapq import heappop, heappush
 from typing import Any, Never, override
 
 from gradientmail.errors import GradientMailError
@@ -29,33 +31,61 @@ class TimeLimitReached(VirtualTimeError):
     """The program had not ended after the seconds that it was given."""
 
 
+type _Timer = asyncio.TimerHandle | asyncio.Future[None]
+"""What rings: a call that is made then, or a future that is completed."""
+
+
 class _Instant(selectors.BaseSelector):
-    """The loop's selector: where a real one would block, it moves the time on."""
+    """The loop's selector: where a real one would block, it moves the time on to the next timer.
+
+    The timers are kept here and not by the loop: they are most of what a simulated world is made
+    of, and pairs compare quicker than asyncio's handles. Those of one moment ring in the order in
+    which they were set.
+    """
 
     def __init__(self, limit_seconds: float) -> None:
         self.now = 0.0
         self._limit_seconds = limit_seconds
         self._spins = 0
+        self._timers: list[tuple[float, int, _Timer]] = []
+        self._set = 0
         self._registered: dict[Any, selectors.SelectorKey] = {}
+
+    def add(self, when: float, timer: _Timer) -> None:
+        """Ring ``timer`` at ``when``, unless it is cancelled."""
+        self._set += 1
+        heappush(self._timers, (when, self._set, timer))
 
     @override
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        timers, began = self._timers, self.now
         if timeout is None:
+            self._move_on()
+        self._spins = self._spins + 1 if self.now == began else 0
+        if self._spins > SPIN_LIMIT:
+            self._spins = 0  # so that the tasks can still be cancelled
+            raise VirtualTimeError(f"the program spins at {self.now:g} virtual seconds")
+        due: list[_Timer] = []  # not those that these set: they may do so for ever
+        while timers and timers[0][0] <= self.now:
+            due.append(heappop(timers)[2])
+        for timer in due:
+            _ring(timer)
+        return []
+
+    def _move_on(self) -> None:
+        """To the next timer."""
+        timers = self._timers
+        while timers and _is_over(timers[0][2]):
+            heappop(timers)
+        when = timers[0][0] if timers else math.inf
+        if when == math.inf:
             raise Deadlock(
                 f"nothing is ready and no timer is set at {self.now:g} virtual seconds: every task "
                 f"waits for another one, or for a thread or a socket, which virtual time has not"
             )
-        if timeout <= 0:
-            self._spins += 1
-            if self._spins > SPIN_LIMIT:
-                self._spins = 0  # so that the tasks can still be cancelled
-                raise VirtualTimeError(f"the program spins at {self.now:g} virtual seconds")
-            return []
-        self._spins = 0
-        if self.now + timeout > self._limit_seconds:
+        if when > self._limit_seconds:
             raise TimeLimitReached(f"not ended after {self._limit_seconds:g} virtual seconds")
-        self.now += timeout
-        return []
+        self.now = max(self.now, when)
 
     @override
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
@@ -75,11 +105,21 @@ class _Instant(selectors.BaseSelector):
         return self._registered
 
 
-class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop on virtual seconds, which begin at 0; for some 90 days of them.
+def _is_over(timer: _Timer) -> bool:
+    return timer.cancelled() or (isinstance(timer, asyncio.Future) and timer.done())
 
-    Later than that, a nanosecond (what asyncio takes for its clock's resolution) rounds to none.
-    """
+
+def _ring(timer: _Timer) -> None:
+    if _is_over(timer):
+        return
+    if isinstance(timer, asyncio.Future):
+        timer.set_result(None)
+    else:
+        timer._run()  # what the call raises goes to the loop's exception handler
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop on virtual seconds, which begin at 0."""
 
     def __init__(self, *, limit_seconds: float = math.inf) -> None:
         """Raise ``TimeLimitReached`` in the program when it would pass ``limit_seconds``."""
@@ -91,6 +131,27 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._instant.now
+
+    @override
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """As any event loop; of calls for one moment, the first that was asked for comes first."""
+        if self.is_closed():
+            raise RuntimeError("the event loop is closed")
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._instant.add(when, timer)
+        return timer
+
+    def passing(self, seconds: float) -> asyncio.Future[None]:
+        """Done in ``seconds``: what ``asyncio.sleep`` waits for, for sleeps by the million."""
+        waiting = self.create_future()
+        self._instant.add(self._instant.now + seconds, waiting)
+        return waiting
 
     @override
     def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> asyncio.Handle:
@@ -116,7 +177,7 @@ class VirtualClock:
             raise ValueError(f"a clock's rate must be positive and finite, got {rate!r}")
         self.rate = rate
         self._paused = False
-        self._over: list[_Timer] = []
+        self._over: list[_ClockTimer] = []
 
     def now(self) -> float:
         """Seconds on this clock; 0 when the loop was made."""
@@ -144,12 +205,12 @@ class VirtualClock:
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> Callable[[], None]:
         """Call ``callback`` in ``seconds`` on this clock; returns what cancels that."""
-        timer = _Timer(self, callback)
+        timer = _ClockTimer(self, callback)
         timer.handle = asyncio.get_running_loop().call_later(seconds / self.rate, timer.ring)
         return timer.cancel
 
 
-class _Timer:
+class _ClockTimer:
     """One timer of a clock that may be stopped when it rings."""
 
     __slots__ = ("_callback", "_clock", "handle")
@@ -173,24 +234,12 @@ class _Timer:
             self.handle.cancel()
 
 
-async def pass_seconds(seconds: float) -> None:
-    """As ``asyncio.sleep``, for sleeps by the million: a timer that rings need not be cancelled."""
-    if seconds <= 0:
-        await asyncio.sleep(0)
-        return
+def passing(seconds: float) -> Awaitable[None]:
+    """What is over in ``seconds`` of the running loop's time, or when others had their turn."""
     loop = asyncio.get_running_loop()
-    waiting = loop.create_future()
-    timer = loop.call_later(seconds, _ring, waiting)
-    try:
-        await waiting
-    except BaseException:
-        timer.cancel()
-        raise
-
-
-def _ring(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
+    if seconds > 0 and isinstance(loop, VirtualTimeLoop):
+        return loop.passing(seconds)
+    return asyncio.sleep(seconds)
 
 
 def run_virtual[T](
