@@ -1,7 +1,8 @@
 """The lease of a process, over a mailbox in memory."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Buffer, Iterable, Sequence
 from typing import override
 
 import pytest
@@ -110,6 +111,56 @@ def test_a_sweep_notes_before_it_deletes() -> None:
         return mailbox.noted
 
     assert asyncio.run(main()) == ((layout.swept_key(5),),)
+
+
+@pytest.mark.parametrize("writes", range(6))
+def test_who_is_killed_in_a_sweep_leaves_nothing_that_the_next_sweep_does_not_find(
+    writes: int,
+) -> None:
+    """SIGKILL after so many of the sweep's writes, each deleted key being one, as in a folder."""
+
+    class Killed(Exception):
+        pass
+
+    class Mortal(MemoryMailbox):
+        left = writes
+
+        def _write(self) -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+
+        @override
+        async def put_if_absent(self, key: str, data: Buffer, /) -> bool:
+            self._write()
+            return await super().put_if_absent(key, data)
+
+        @override
+        async def delete(self, keys: Iterable[str], /) -> None:
+            for key in keys:
+                self._write()
+                await super().delete((key,))
+
+    async def main() -> tuple[int, Sequence[str]]:
+        mailbox = Mortal()
+        beats = [layout.beat_key("a", 5), layout.beat_key("a", 6), layout.beat_key("b", 2)]
+        mailbox.left = 1000
+        for key in (*beats, layout.swept_key(4)):
+            await mailbox.put_if_absent(key, b"{}")
+        mailbox.left = writes
+        with contextlib.suppress(Killed):
+            await sweep_beats(mailbox, beats)
+        mailbox.left = 1000
+        lease = Lease(mailbox, "a", "token")  # whenever the other was killed
+        await lease.acquire()
+        await lease.release()
+        if left := [key for key in await mailbox.list(layout.LEASES) if key in beats]:
+            await sweep_beats(mailbox, left)
+        return lease.beat, await mailbox.list(layout.LEASES)
+
+    beat, keys = asyncio.run(main())
+    assert beat == 7
+    assert list(keys) == [layout.swept_key(6 if writes else 4)]
 
 
 def test_sweeps_note_only_the_furthest_beat_and_no_garbage() -> None:

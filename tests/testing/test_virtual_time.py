@@ -11,6 +11,7 @@ from gradientmail.testing.virtual_time import (
     TimeLimitReached,
     VirtualClock,
     VirtualTimeError,
+    passing,
     run_virtual,
 )
 
@@ -61,6 +62,58 @@ def test_timers_of_many_tasks_interleave_in_order() -> None:
     log = run_virtual(main)
     assert [moment for moment, _ in log] == sorted(moment for moment, _ in log)
     assert [sum(number == n for _, number in log) for n in range(3)] == [10, 14, 4]
+
+
+def test_timers_of_one_moment_ring_in_the_order_in_which_they_were_set() -> None:
+    async def main() -> list[int]:
+        loop, log = asyncio.get_running_loop(), list[int]()
+        for number in range(100):
+            loop.call_at(7.0, log.append, number)
+        loop.call_at(7.0, log.append, 100).cancel()
+        await asyncio.sleep(7)
+        return log
+
+    assert run_virtual(main) == list(range(100))
+
+
+def test_what_sleeps_for_ever_is_a_deadlock_and_cancelled_sleeps_take_no_time() -> None:
+    async def main() -> None:
+        slept = asyncio.ensure_future(asyncio.sleep(50))
+        passed = asyncio.ensure_future(passing(60))
+        await passing(2.5)
+        slept.cancel()
+        passed.cancel()
+        asyncio.get_running_loop().call_later(float("inf"), print)
+        await asyncio.Event().wait()
+
+    with pytest.raises(Deadlock, match=r"no timer is set at 2\.5 virtual seconds"):
+        run_virtual(main)
+
+
+def test_a_timer_that_fails_is_reported_and_the_others_ring() -> None:
+    told: list[str] = []
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: told.append(repr(context["exception"])))
+        loop.call_later(1, lambda: 1 // 0)
+        await asyncio.sleep(1)
+        await passing(0)
+        return now()
+
+    assert run_virtual(main) == 1
+    assert len(told) == 1
+    assert told[0].startswith("ZeroDivisionError")
+
+
+def test_years_pass_and_every_moment_is_exact() -> None:
+    async def main() -> None:
+        await asyncio.sleep(1e9)
+        for _ in range(10):
+            await asyncio.sleep(0.25)
+        assert now() == 1e9 + 2.5
+
+    run_virtual(main)
 
 
 def trace(seed: int) -> list[tuple[float, int, float]]:
@@ -143,6 +196,19 @@ def test_spinning_is_an_error() -> None:
         await asyncio.sleep(3)
         for _ in range(10**9):
             await asyncio.sleep(0)
+
+    with pytest.raises(VirtualTimeError, match="spins at 3 virtual seconds"):
+        run_virtual(main)
+
+
+def test_timers_that_set_each_other_at_one_moment_spin() -> None:
+    async def main() -> None:
+        def again() -> None:
+            asyncio.get_running_loop().call_later(0, again)
+
+        await asyncio.sleep(3)
+        again()
+        await asyncio.Event().wait()
 
     with pytest.raises(VirtualTimeError, match="spins at 3 virtual seconds"):
         run_virtual(main)

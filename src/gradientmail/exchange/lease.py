@@ -173,7 +173,8 @@ async def sweep_beats(mailbox: Mailbox, beats: Sequence[str]) -> None:
     if furthest not in noted:
         await mailbox.put_if_absent(layout.swept_key(furthest), b"{}")
     older = [layout.swept_key(number) for number in noted if number < furthest]
-    await mailbox.delete([*beats, *older])
+    # Beats last: those that are left after a kill bring the next sweep, which finds the notes, too.
+    await mailbox.delete([*older, *beats])
 
 
 class LeaseBook:
