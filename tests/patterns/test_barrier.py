@@ -40,7 +40,7 @@ def test_all_pass_when_all_have_come() -> None:
     until(lambda: len(keys(box)) == 2)
     assert not any(wait.done() for wait in waits)
     assert barrier(box, "n2").wait("warm", parties=3) == {"n0", "n1", "n2"}
-    assert [wait.result(30) for wait in waits] == [{"n0", "n1", "n2"}] * 2
+    assert [wait.result(90) for wait in waits] == [{"n0", "n1", "n2"}] * 2
     assert keys(box) == ["barriers/warm/n0", "barriers/warm/n1", "barriers/warm/n2"]
     assert asyncio.run(box.get("barriers/warm/n0")) == b""
 
@@ -153,7 +153,7 @@ def test_a_store_that_is_away_is_waited_for_and_told(caplog: pytest.LogCaptureFi
     before = box.calls
     until(lambda: box.calls > before + 1)
     box.error = None
-    assert waiting.result(30) == {"a"}
+    assert waiting.result(90) == {"a"}
 
 
 @pytest.mark.parametrize("error", [PermissionError("not yours"), TimeoutError("its own")])
@@ -260,7 +260,7 @@ def test_a_sessions_lease_is_renewed_while_its_node_waits() -> None:
         before = len(beats)
         until(lambda: len(beats) > before + 3)
         barrier(box, "b").wait("x", parties=2)
-        assert waiting.result(30) == {"a", "b"}
+        assert waiting.result(90) == {"a", "b"}
 
 
 PROGRAM = textwrap.dedent(
@@ -286,10 +286,10 @@ def test_processes_over_a_folder_one_killed_and_started_again(tmp_path: Path) ->
     try:
         until(lambda: len(keys(box, "barriers/start/")) == 3)
         nodes["b"].kill()
-        nodes["b"].communicate(timeout=30)
+        nodes["b"].communicate(timeout=90)
         nodes["b"] = start("b")
         nodes["d"] = start("d")
-        said = {name: node.communicate(timeout=60)[0] for name, node in nodes.items()}
+        said = {name: node.communicate(timeout=100)[0] for name, node in nodes.items()}
     finally:
         for node in nodes.values():
             node.kill()

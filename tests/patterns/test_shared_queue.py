@@ -72,7 +72,7 @@ def test_each_unit_goes_to_one_of_many_nodes() -> None:
             return list(items)
 
     lives = [started(lambda i=i: life(i)) for i in range(6)]
-    got = [life.result(60) for life in lives]
+    got = [life.result(90) for life in lives]
     assert sorted(unit for units in got for unit in units) == list(range(150))
     assert all(units == sorted(units) for units in got)
     assert all(holder(box, f"u{unit}") == f"n{i}" for i, units in enumerate(got) for unit in units)
@@ -233,7 +233,7 @@ def test_a_store_that_is_away_is_waited_for() -> None:
         rest = started(lambda: list(items))
         until(lambda: box.puts > 3)
         box.error = None
-        assert rest.result(30) == [0, 1, 2, 3, 4]
+        assert rest.result(90) == [0, 1, 2, 3, 4]
 
 
 # Closing
@@ -255,7 +255,7 @@ def test_leaving_in_the_middle_ends_the_threads(error: Exception | None) -> None
     except Boom as caught:
         raised = caught
     assert raised is error
-    assert threads() == []
+    until(lambda: not threads())
     claimed = len(keys(box))
     assert claimed <= 3
     with pytest.raises(RuntimeError, match="closed"):
@@ -280,8 +280,8 @@ def test_a_store_that_does_not_answer_holds_nobody_up(operation: str) -> None:
         waiting = started(lambda: next(items))
         until(lambda: box.reached)
     with pytest.raises(RuntimeError, match="closed"):
-        waiting.result(30)
-    assert threads() == []
+        waiting.result(90)
+    until(lambda: not threads())
 
 
 def test_a_loader_under_way_is_waited_for_and_its_item_dropped() -> None:
@@ -289,14 +289,14 @@ def test_a_loader_under_way_is_waited_for_and_its_item_dropped() -> None:
 
     def load(value: int) -> int:
         loading.set()
-        go.wait(30)
+        go.wait(90)
         return value
 
     box = gm.MemoryMailbox()
     with sharing(box, load=load):
-        loading.wait(30)
+        loading.wait(90)
         threading.Timer(0.1, go.set).start()
-    assert threads() == []
+    until(lambda: not threads())
     assert len(keys(box)) == 1
 
 
@@ -305,7 +305,7 @@ def test_closing_races_with_claiming() -> None:
     for turn in range(60):
         with sharing(gm.MemoryMailbox(), count=400, prefetch=400):
             threading.Event().wait(turn * 2e-4)
-        assert threads() == []
+        until(lambda: not threads())
 
 
 # Use
@@ -390,7 +390,7 @@ FORKED = textwrap.dedent(
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_is_told_and_ends() -> None:
     program = [sys.executable, "-W", "ignore", "-c", FORKED]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=110, check=True)
     assert "child made by fork" in done.stdout
     assert done.stdout.splitlines()[-1] == "0 3"
 
@@ -425,9 +425,9 @@ def test_processes_over_a_folder_one_killed_and_started_again(tmp_path: Path) ->
     try:
         until(lambda: len(keys(box, "units/")) == 3)
         nodes[0].kill()
-        before = nodes[0].communicate(timeout=30)[0].split()
+        before = nodes[0].communicate(timeout=100)[0].split()
         nodes = [start("killed", 0.01), start("b", 0.01), start("c", 0.01)]
-        got = [node.communicate(timeout=60)[0].split() for node in nodes]
+        got = [node.communicate(timeout=110)[0].split() for node in nodes]
     finally:
         for node in nodes:
             node.kill()

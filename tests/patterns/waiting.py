@@ -25,8 +25,8 @@ def started[T](work: Callable[[], T]) -> Future[T]:
 
 
 def until(true: Callable[[], object]) -> None:
-    """Wait for it, half a minute at most."""
-    ends = time.monotonic() + 30
+    """Wait for it, a minute and a half at most."""
+    ends = time.monotonic() + 90
     while not true():
         assert time.monotonic() < ends, "it does not come true"
         time.sleep(0.005)

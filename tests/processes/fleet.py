@@ -21,7 +21,7 @@ from tests.processes.stores import store_at
 from gradientmail.mailbox.base import Mailbox
 
 HERE = Path(__file__).parent
-PATIENCE = 60.0
+PATIENCE = 100.0
 
 
 class Fleet:

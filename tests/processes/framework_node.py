@@ -2,8 +2,9 @@
 
 Arguments: ``torch`` or ``mlx``, and a folder for each run to take part in, named for its dtypes. In
 each the MLX node joins when PyTorch's has claimed the first round, and with it the role of closer;
-that one leaves after a while and comes back when the other has closed some rounds alone. Prints a
-JSON line for each session.
+that one leaves after a while and comes back when the other has closed some rounds alone and waits
+for it. Who closes rounds keeps the role while it lives, however slow the machine is. Prints a JSON
+line for each session.
 """
 
 import hashlib
@@ -13,11 +14,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import gradientmail as gm
 from gradientmail.events import Event, RoundCommitted, TaskFailed
+from gradientmail.watch import Watch
 
-LEAVE_AFTER, BACK_AFTER, LAST = 7, 10, 19
+LEAVE_AFTER, BACK_AFTER, LAST = 7, 10, 17
 """Rounds: PyTorch's node leaves after the first, joins again after the second; then the end."""
 
 type Parts = tuple[object, Callable[[int], None], Callable[[], dict[str, bytes]]]
@@ -124,6 +127,8 @@ def take_part(folder: Path, learner: str, parts: Parts, until: int) -> None:
         wait_for(lambda: until == LAST or len(list(folder.glob("leases/*"))) == 2)
         number = 0
         while session.rounds_seen < until:
+            if session.rounds_seen >= BACK_AFTER:
+                wait_for(lambda: any(folder.glob("leases/torch-again/*")))
             step(number)
             session.step(samples=16)
             number += 1
@@ -145,6 +150,12 @@ def wait_for(reached: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def never_for_silence(watch: Watch) -> float:
+    """Instead of ``Watch.takeover_seconds``."""
+    del watch
+    return 100.0
+
+
 def main(framework: str, folders: list[Path]) -> None:
     """Take part in one run after the other."""
     for folder in folders:
@@ -162,4 +173,5 @@ def main(framework: str, folders: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], [Path(name) for name in sys.argv[2:]])
+    with patch.object(Watch, "takeover_seconds", never_for_silence):
+        main(sys.argv[1], [Path(name) for name in sys.argv[2:]])

@@ -15,11 +15,15 @@ import pytest
 import torch
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-training-loop.md"
-PATIENCE = 100.0
+PATIENCE = 200.0
+
+
+HELD_AT = 50
+"""The step at which the example waits for a file ``last``, so that a kill finds it at work."""
 
 
 def example() -> str:
-    """The page's lines, slowed down so that a kill finds the example at work."""
+    """The page's lines, slowed down, and held up near their end."""
     parts = re.split(r"^## (.*)\n", PAGE.read_text("utf-8"), flags=re.MULTILINE)
     named = dict(zip(["", *parts[1::2]], parts[::2], strict=True))
     pattern = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -38,13 +42,20 @@ def example() -> str:
     return (
         textwrap.dedent(quick)
         + first
-        + second.replace(slow, f"        time.sleep(0.02)\n{slow}").replace(
+        + second.replace(slow, HELD + slow).replace(
             "from pathlib import Path",
             "import logging\nimport time\nfrom pathlib import Path\n\n"
             "logging.basicConfig(level=logging.INFO)",
         )
         + textwrap.dedent(told)
     )
+
+
+HELD = f"""
+        time.sleep(0.02)
+        while position == {HELD_AT} and not Path("last").exists():
+            time.sleep(0.02)
+"""
 
 
 def until(reached: Callable[[], object]) -> None:
@@ -108,6 +119,7 @@ def test_the_example_goes_on_after_a_kill_with_its_steps_data_and_schedule(
         assert scripts.ask(f"kill {process}") == -signal.SIGKILL
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert saved["session"]["local_step"] == saved["position"] == saved["scheduler"]["last_epoch"]
+    (tmp_path / "last").touch()
     log = tmp_path / "last.log"
     process = scripts.start(tmp_path, example(), log)
     assert scripts.ask(f"wait {process}") == 0, log.read_text()
@@ -117,7 +129,7 @@ def test_the_example_goes_on_after_a_kill_with_its_steps_data_and_schedule(
     assert position(tmp_path) == 60
     paths = sorted((tmp_path / "runs/example/rounds").glob("*.json"))
     records = [json.loads(path.read_bytes()) for path in paths]
-    assert len(records) >= 3
+    assert len(records) >= 2
     steps = [row["local_step"] for record in records for row in record["participants"]]
     # Local steps go on across the processes; a kill loses a checkpoint's worth at most.
     assert max(steps) > 40
@@ -135,6 +147,7 @@ def test_of_two_live_processes_with_one_id_the_newer_goes_on(
         example()
         .replace("poll_interval=0.05", settings)
         .replace("while position < len(loader):", "while True:")
+        .replace(HELD, "        time.sleep(0.02)\n")
         .replace("loader[position]", "loader[position % 60]")
         .replace('"runs/example"', repr(str(tmp_path / "run")))
     )

@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
+from tests.s3.servers import free_ports
+
 type Broken = Literal["drop before", "drop after", "reset", "truncate", "delay", "lie", "answer"]
 
 
@@ -96,7 +98,9 @@ class FaultProxy:
     endpoint: str = ""
     struck: Counter[str] = field(default_factory=Counter)
     requests: list[str] = field(default_factory=list)
-    """Method and path of each."""
+    """Method and path of each, when it came."""
+    answered: list[str] = field(default_factory=list)
+    """The same, when the server has acted and answered."""
     connections: int = 0
     """How many were made."""
     port: int = 0
@@ -133,13 +137,13 @@ class FaultProxy:
         self._run(self._close())
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(90)
 
     async def _listen(self) -> None:
+        self.port = self.port or free_ports(1)[0]
         self._server = await asyncio.start_server(
             self._serve, "127.0.0.1", self.port, limit=2**20, reuse_address=True
         )
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def _close(self) -> None:
         if self._server is not None:
@@ -199,6 +203,7 @@ class FaultProxy:
         up_writer.write(request.encoded())
         await up_writer.drain()
         answer = await _read(up_reader, answer_to=request.method)
+        self.answered.append(f"{request.method} {request.path}")
         return await _send_back(writer, answer, fault)
 
 

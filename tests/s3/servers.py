@@ -13,19 +13,28 @@ import urllib.error
 import urllib.request
 from collections.abc import Generator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 KEY, SECRET, REGION = "testing", "testing-secret", "us-east-1"
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 100.0
+
+
+PORTS = range(20_000, 30_000)
+"""Below those that the system gives to connections, or one of them might get a server's port while
+that is starting, or away for a while."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Ports that nobody listens on now, drawn at random, as other test processes draw some too."""
+    ports: list[int] = []
+    for port in Random().sample(PORTS, len(PORTS)):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise RuntimeError("no port is free")
 
 
 def weed() -> str:

@@ -38,12 +38,13 @@ def box(proxy: FaultProxy, prefix: str) -> S3Mailbox:
     assert asyncio.run(put(opened, "known", b"x"))
     wait_for(proxy, "GET", "list-type=2")  # it tidies in the background, and that comes last
     proxy.requests.clear()
+    proxy.answered.clear()
     return opened
 
 
 def wait_for(proxy: FaultProxy, method: str, path: str) -> None:
-    """Wait until such a request has come."""
-    while not any(r.startswith(method) and path in r for r in tuple(proxy.requests)):
+    """Wait until such a request has been answered."""
+    while not any(r.startswith(method) and path in r for r in tuple(proxy.answered)):
         time.sleep(0.01)
 
 

@@ -34,7 +34,7 @@ def test_no_fragment_is_in_flight_twice(
         model, algorithm=algorithm, mailbox=gm.MemoryMailbox(), callbacks=[heard], **QUICK
     )
     with session:
-        ends = time.monotonic() + 20
+        ends = time.monotonic() + 90
         while session.rounds_seen < 5 and time.monotonic() < ends:
             with torch.no_grad():
                 for parameter in model.parameters():

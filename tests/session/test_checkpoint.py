@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import io
+import itertools
 import json
 import threading
 import time
@@ -54,7 +55,7 @@ def train(
 
 
 def until(reached: Callable[[], object]) -> None:
-    for _ in range(2000):
+    for _ in range(9000):
         if reached():
             return
         time.sleep(0.01)
@@ -93,11 +94,13 @@ def life(
     clean: bool = False,
     leaving: Callable[[], object] | None = None,
     model_first: bool = True,
+    rounds: int = 0,
     snapshots: int = 0,
 ) -> tuple[dict[str, Any], Events]:
     """One process: goes on from ``state``, trains, saves, and ends. Its checkpoint and events.
 
-    It ends when there are so many ``snapshots``. ``leaving`` is called when all is saved.
+    It ends when there are so many ``snapshots`` and it has seen so many ``rounds``, for which it
+    trains on. ``leaving`` is called when all is saved.
     """
     model, seen = net(0), Events()
     optimizer = sgd(model)
@@ -120,6 +123,11 @@ def life(
                 session.load_state_dict(state["session"])
             train(session, model, optimizer, steps)
             until(lambda: len(records(box, "snapshots/")) >= snapshots)
+            for step in itertools.count(steps.stop):
+                if session.rounds_seen + 1 >= rounds:
+                    break
+                train(session, model, optimizer, range(step, step + 1))
+                time.sleep(0.002)
             saved = {
                 "model": copy.deepcopy(model.state_dict()),
                 "optimizer": copy.deepcopy(optimizer.state_dict()),
@@ -351,7 +359,13 @@ def test_two_nodes_stop_and_come_back_and_agree() -> None:
     def run(name: str, turn: int) -> None:
         steps = range(40 * turn, 40 * turn + 40)
         kept, _ = life(
-            box, steps, states.get(name), algorithm=algorithm, name=name, clean=turn == 2
+            box,
+            steps,
+            states.get(name),
+            algorithm=algorithm,
+            name=name,
+            clean=turn == 2,
+            rounds=2 * turn + 2,
         )
         states[name] = kept
 

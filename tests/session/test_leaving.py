@@ -1,6 +1,7 @@
 """How a session ends: cleanly, by an exception, with a store that hangs, with the interpreter."""
 
 import asyncio
+import itertools
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from tests.session.models import (
 )
 
 import gradientmail as gm
+import gradientmail.session
 from gradientmail import events, learner
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 
@@ -35,8 +37,12 @@ class Boom(Exception):
     """What the body of a session raises."""
 
 
+SOON = 0.8
+"""What a session that leaves at once really gets; other tests are not in a hurry."""
+
+
 class Hanging(WrappedMailbox):
-    """A store whose calls end no more after ``hang`` is set, in one of three ways."""
+    """A store whose calls end no more after ``hang`` is set, in one of four ways."""
 
     def __init__(self, inner: gm.Mailbox, how: str) -> None:
         super().__init__(inner)
@@ -58,7 +64,7 @@ class Hanging(WrappedMailbox):
                         except asyncio.CancelledError:
                             continue
                 case "blocks the loop":
-                    self.release.wait(20)
+                    self.release.wait()
         return await act()
 
 
@@ -143,9 +149,13 @@ def test_an_exception_goes_on_unchanged_and_nothing_is_published(
 @pytest.mark.parametrize(
     "how", ["awaits", "in a thread", "refuses to be cancelled", "blocks the loop"]
 )
-def test_an_exception_is_not_held_up_by_a_store_that_hangs(how: str) -> None:
+def test_an_exception_is_not_held_up_by_a_store_that_hangs(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waited for the store, or as long as a clean exit may, would wait for ever here."""
+    monkeypatch.setattr(gradientmail.session, "ABANDON_SECONDS", SOON)
+    monkeypatch.setattr(gradientmail.session, "LEAVE_SECONDS", 1000.0)
     box, model, seen = Hanging(gm.MemoryMailbox(), how), net(), Events()
-    began = 0.0
     with (  # noqa: PT012
         pytest.raises(Boom),
         gm.Session(model, algorithm=ALGORITHM, mailbox=box, callbacks=[seen], **QUICK) as session,
@@ -153,10 +163,7 @@ def test_an_exception_is_not_held_up_by_a_store_that_hangs(how: str) -> None:
         train_until(session, model, 2)
         box.hang = True
         time.sleep(0.1)
-        began = time.monotonic()
         raise Boom
-    # Promised are 2 s; a machine that does other things too gets more.
-    assert time.monotonic() - began < 8
     (closed,) = seen.of(events.Closed)
     assert not closed.clean
     box.release.set()
@@ -164,8 +171,9 @@ def test_an_exception_is_not_held_up_by_a_store_that_hangs(how: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["body", "close"])
-def test_ctrl_c(where: str) -> None:
+def test_ctrl_c(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the body, and in ``close`` while it waits for a round that does not commit."""
+    monkeypatch.setattr(gradientmail.session, "ABANDON_SECONDS", SOON)
     box = Hanging(gm.MemoryMailbox(), "awaits")
     model, seen = net(), Events()
     settings: dict[str, Any] = {**QUICK, "lease_timeout": 500.0}
@@ -181,29 +189,33 @@ def test_ctrl_c(where: str) -> None:
                 session.step(samples=6)
             interrupt_soon()
             if where == "body":
-                time.sleep(20)
+                time.sleep(90)
         raise AssertionError("close returned though its rounds did not commit")
     (closed,) = seen.of(events.Closed)
     assert not closed.clean
 
 
-def test_ctrl_c_while_joining_leaves_no_thread() -> None:
+def test_ctrl_c_while_joining_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradientmail.session, "ABANDON_SECONDS", SOON)
     box = Hanging(gm.MemoryMailbox(), "awaits")
     box.hang = True
-    interrupt_soon()
-    with no_threads_left(), pytest.raises(KeyboardInterrupt):
+    with no_threads_left(), pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        interrupt_soon()
         gm.Session(net(), algorithm=ALGORITHM, mailbox=box, **QUICK)
 
 
 def test_close_says_what_it_waits_for_and_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another learner is waited for that never publishes; quorum 2."""
-    monkeypatch.setattr(learner, "TELL_SECONDS", 0.1)
+    """Another learner is waited for that never publishes; quorum 2.
+
+    The learner's clock goes 40 s at each look, so that nobody's lease has to run out in earnest.
+    """
+    ticks = itertools.count(0.0, 40.0)
+    monkeypatch.setattr(learner, "monotonic", lambda: next(ticks))
     box, model, seen = gm.MemoryMailbox(), net(), Events()
     algorithm = gm.DiLoCo(sync_every=2, fragments=1, in_flight=1, quorum_size=2)
-    quick = {"poll_interval": 0.01, "lease_every": 0.1, "lease_timeout": 0.4}
-    idle = gm.Session(net(1), algorithm=algorithm, mailbox=box, learner_id="idle", **quick)
+    idle = gm.Session(net(1), algorithm=algorithm, mailbox=box, learner_id="idle", **QUICK)
     with gm.Session(
-        model, algorithm=algorithm, mailbox=box, learner_id="a", callbacks=[seen], **quick
+        model, algorithm=algorithm, mailbox=box, learner_id="a", callbacks=[seen], **QUICK
     ) as session:
         initial = parameters(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -245,7 +257,7 @@ def test_final_rounds_of_two_learners_close_together() -> None:
     """Both flush at once: their final snapshots meet, or follow one another; both agree."""
     box, models, seen = gm.MemoryMailbox(), [net(0), net(1)], [Events(), Events()]
     algorithm = gm.DiLoCo(sync_every=50, fragments=2, in_flight=2, flush_on_close=True)
-    ready = threading.Barrier(2, timeout=30)
+    ready = threading.Barrier(2, timeout=90)
 
     def life(i: int) -> None:
         with gm.Session(
@@ -293,11 +305,13 @@ SCRIPT = textwrap.dedent(
     """
     import os, sys, time
     import gradientmail as gm
+    import gradientmail.session
     from tests.session.models import ALGORITHM, QUICK, net, train_step
     import torch
 
     folder, *hows = sys.argv[1:]
     torch.optim.SGD(net().parameters(), lr=0.05)  # imports all there is
+    quickly = gradientmail.session.ABANDON_SECONDS
     children = {}
     for how in hows:
         children[how] = os.fork()
@@ -310,6 +324,8 @@ SCRIPT = textwrap.dedent(
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{folder}/{how}.{name}", os.O_WRONLY | os.O_CREAT), number)
     box = gm.FilesystemMailbox(f"{folder}/{how}")
+    # A busy machine may need longer for the last words than who hangs is waited for.
+    gradientmail.session.ABANDON_SECONDS = quickly if how == "hangs" else 60.0
     if how in ("hangs", "waits"):
         import asyncio
         from gradientmail.mailbox.wrapped import Call, WrappedMailbox
@@ -350,7 +366,7 @@ def test_the_interpreter_exits_without_close(tmp_path: Path) -> None:
         [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path), *hows],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=110,
         cwd=Path(__file__).parents[2],
         check=True,
     )

@@ -158,7 +158,7 @@ def test_parameters_that_become_nan_are_put_back_and_training_goes_on() -> None:
         number = handled = 0
         while session.rounds_seen < 8 or not handled:
             step()
-            if number == 5:
+            if number >= 5 and not handled:  # a commit may come first, and heal what it replaces
                 model.layers[0].weight[1, 2] = math.nan
                 model.layers[1].bias[0] = math.inf
             session.step(samples=6)
@@ -185,6 +185,8 @@ UNCLOSED = """
 import sys
 import mlx.core as mx, mlx.nn as nn
 import gradientmail as gm
+import gradientmail.session
+gradientmail.session.ABANDON_SECONDS = 60.0  # the machine may be busy
 model = nn.Linear(1500, 1500)
 session = gm.Session(
     model, algorithm=gm.DiLoCo(2, 2), mailbox=gm.FilesystemMailbox(sys.argv[1]),
@@ -231,7 +233,7 @@ def test_no_thread_is_left_behind_by_one_session_after_another() -> None:
     before = count()
     for _ in range(4):
         session()
-    ends = time.monotonic() + 20.0
+    ends = time.monotonic() + 90.0
     while count() > before:  # what has ended for Python, the system may still show for a moment
         assert time.monotonic() < ends, f"{count()} threads, {before} before"
         time.sleep(0.02)
@@ -241,4 +243,4 @@ def settle() -> None:
     """Wait for the threads of sessions to end."""
     for thread in threading.enumerate():
         if thread.name.startswith("gradientmail-"):
-            thread.join(10)
+            thread.join(60)

@@ -147,7 +147,7 @@ def test_nodes_agree_whatever_closes_their_rounds(
     merging = [kind() if kind else None for _ in range(2)]
     models = [one(number, dtype) for number, one in enumerate(make)]
     seen = [Events(), Events()]
-    joined = threading.Barrier(2, timeout=60).wait
+    joined = threading.Barrier(2, timeout=90).wait
 
     def node(i: int) -> Callable[[], None]:
         return life(
@@ -164,9 +164,11 @@ def test_nodes_agree_whatever_closes_their_rounds(
     together(node(0), node(1))
     for each in seen:
         assert each.of(events.TaskFailed) == []
-    closed = sum(len(each.of(events.RoundCommitted)) for each in seen)
+    # Two that close one round both tell of it, as happens when one of them is slow.
+    closed = {event.round for each in seen for event in each.of(events.RoundCommitted)}
     records = [json.loads(path.read_bytes()) for path in sorted(tmp_path.glob("rounds/*.json"))]
-    assert closed == len(records) >= 9
+    assert closed == set(range(len(records)))
+    assert len(records) >= 9
     assert sum(len(record["participants"]) == 2 for record in records) >= 4
     if merging[0] is not None and merging[1] is not None:
         assert merging[0].steps + merging[1].steps >= len(records) * len(SHAPES) // 2

@@ -45,12 +45,11 @@ def test_a_nan_that_spreads_harms_nobody_else_and_the_run_goes_on(kind: str) -> 
                     return torch.optim.Adam(model.parameters(), lr=0.01)
                 return torch.optim.SGD(model.parameters(), lr=0.01)
 
-            optimizer, step, poisoned, told = fresh(), 0, False, 0
+            optimizer, step, told = fresh(), 0, 0
             while session.rounds_seen < 14:
-                if learner == 0 and session.rounds_seen >= 3 and not poisoned:
+                if learner == 0 and session.rounds_seen >= 3 and not told:
+                    # Until it is told: a commit that comes first heals what it is written over.
                     poison(model, optimizer)
-                    poisoned = True
-                    session.step(samples=6)
                     train_step(model, optimizer, step)
                     sick_after.append(sum(not p.isfinite().all() for p in model.parameters()))
                 else:
@@ -64,7 +63,7 @@ def test_a_nan_that_spreads_harms_nobody_else_and_the_run_goes_on(kind: str) -> 
 
     together(lambda: life(0), lambda: life(1))
     # The backward pass has spread it: the whole model was sick, not the one element.
-    assert sick_after == [len(list(models[0].parameters()))]
+    assert set(sick_after) == {len(list(models[0].parameters()))}
     found = seen[0].of(events.ParametersNotFinite)
     assert 1 <= len(found) <= 2, [event.round for event in found]
     assert {name for event in found for name in event.tensors} == parameters(models[0]).keys()

@@ -68,7 +68,7 @@ def run_with_sessions(
     """Train in sessions, and ``check(learner, step, parameters)`` after every step of them."""
     box, ready = gm.MemoryMailbox(), [False] * LEARNERS
     # In step, as the papers' learners are: who lags behind would publish early, when others have.
-    lockstep = threading.Barrier(LEARNERS, timeout=60)
+    lockstep = threading.Barrier(LEARNERS, timeout=90)
     models = [Blocks(0) for _ in range(LEARNERS)]  # not in the threads, which share a generator
 
     def life(learner: int) -> None:

@@ -33,7 +33,7 @@ def test_the_next_rounds_buffer_is_warm_before_the_upload_ends() -> None:
     try:
         session.step(samples=1)
         session.step(samples=1)  # round 0 is due
-        for _ in range(1000):
+        for _ in range(9000):
             if box.uploading:
                 break
             time.sleep(0.01)

@@ -30,7 +30,7 @@ def in_a_child(work: Callable[[], object]) -> str:
             code = 0 if work() else 2
         finally:
             os._exit(code)
-    ends = time.monotonic() + 30
+    ends = time.monotonic() + 90
     while time.monotonic() < ends:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -53,9 +53,9 @@ def test_a_fork_waits_for_whoever_is_in_the_pool() -> None:
     pool = BufferPool(allocate=allocate)
     thread = threading.Thread(target=pool.take, args=(100,))
     thread.start()
-    inside.wait(30)
+    inside.wait(90)
     assert in_a_child(lambda: pool.take(200).nbytes == 200) == "works"
-    thread.join(30)
+    thread.join(90)
     assert pool.take(300).nbytes == 300
 
 
@@ -113,7 +113,7 @@ def test_workers_by_fork_beside_a_session_that_exchanges_at_every_step(tmp_path:
     algorithm = gm.DiLoCo(sync_every=2, fragments=2)
     with gm.Session(model, algorithm=algorithm, mailbox=box, callbacks=[], **QUICK) as session:
         for _ in range(3):
-            loader = DataLoader(Shards(box), batch_size=6, num_workers=2, timeout=60)
+            loader = DataLoader(Shards(box), batch_size=6, num_workers=2, timeout=100)
             for number, batch in enumerate(loader):
                 assert batch[:, 0].tolist() == [float(number * 6 + i) for i in range(6)]
                 train_step(model, optimizer, number)
