@@ -218,6 +218,7 @@ class TorchBackend(Backend):
             finite = finite and _is_finite(new)
         return finite
 
+    @torch.inference_mode()  # a call costs less in it
     def encode(self, x: Tensor, dtype: str, data: Tensor, scale: Tensor | None) -> None:
         """Write the F32 ``x`` as ``dtype``, rounded to nearest even."""
         if scale is None:
@@ -225,6 +226,7 @@ class TorchBackend(Backend):
         else:
             ENCODERS[dtype](pieces_of(x), data, scale)
 
+    @torch.inference_mode()  # a call costs less in it
     def decode(self, data: Tensor, dtype: str, scale: Tensor | None, out: Tensor) -> None:
         """Read what ``encode`` wrote into the F32 ``out``. Not finite where the data is not."""
         if scale is None:
@@ -232,6 +234,7 @@ class TorchBackend(Backend):
         else:
             _exhaust(DECODERS[dtype](data, scale, pieces_of(out)()))
 
+    @torch.inference_mode()  # a call costs less in it
     def encode_difference(
         self,
         left: Tensor,
@@ -251,6 +254,7 @@ class TorchBackend(Backend):
 
         return ENCODERS[dtype](differences, data, scale)
 
+    @torch.inference_mode()  # a call costs less in it
     def add_decoded(
         self,
         base: Tensor,

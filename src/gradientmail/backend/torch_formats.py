@@ -7,7 +7,7 @@ so. What is in between stays in the cache, in scratch that is kept from piece to
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from gradientmail.backend.torch_chunks import CHUNK, Tensor, chunks, constant, scratch, torch
+from gradientmail.backend.torch_chunks import CHUNK, Tensor, again, chunks, constant, scratch, torch
 
 BLOCK = 32
 """Elements of an F4 tensor that share a scale."""
@@ -56,86 +56,114 @@ def _decode_e4m3(data: Tensor, scale: Tensor, targets: Iterable[Tensor]) -> Iter
         yield target.mul_(scale)
 
 
+# F4. In units of its least number, F16 has steps of 1 up to 2^11, then of 2, then of 4: they grow
+# where those of E2M1 do, 1/2, 1 and 2. With 1/2 at 509 units, each middle of two values of E2M1 is
+# one of two F16 numbers; and as 509 is 1 more than a multiple of 4, the even one of the two lies
+# where the even code does. So rounding to F16, once, decides every tie as E2M1 does. The bits,
+# times 1 + 12/2^11, are then at least 512 * i - 256 just for what rounds to code i or more.
+_STEP = 2 * 509 * 2.0**-24
+_EVEN_OUT = constant(1 + 12 / 2**11, torch.float16)
+_HALF_A_CODE = constant(256, torch.int16)
+_LARGEST_CODE = constant(8 * 512 - 1 - 256, torch.int16)
+# A code is in bits 9 to 11 of its 16 bits, below the sign, where the bits of an F16 one come to
+# when they are taken away four times. Of two elements, the bits then come together in 21 to 28.
+_TO_BIT_12 = -4
+_CODES, _TOGETHER = constant(0x1E001E00, torch.int32), constant(1 + (1 << 12), torch.int32)
+_TO_BYTE = constant(21, torch.int32)
+
 _ZERO = constant(0.0)
-# The fp32 whose unit of rounding is 1, plus what the codes of steps 1/2, 1 and 2 are offset by.
-_STEP_1_2, _STEP_1, _STEP_2 = (constant(2.0**23 + offset) for offset in (0, 2, 4))
-_LARGEST_CODE, _BIT_3 = constant(7, torch.uint8), constant(8, torch.uint8)
-_NIBBLE, _SIGN_TO_BIT_3 = constant(4, torch.int16), constant(28, torch.int32)
-# Exponent fields of fp32: the least of a block, where they begin, k's distance, and none at all.
-_LEAST, _EXPONENT = constant(3 << 23, torch.int32), constant(23, torch.int32)
-_DOWN, _INVERT, _NONE = (constant(value, torch.int32) for value in (2, 256, 0))
-_NOT_FINITE = 255 - 2
-"""The scale byte of a block with a NaN or an infinity."""
+_EXPONENT, _INFINITE = constant(255 << 23, torch.int32), 255 << 23
+_LEAST, _LEAST_FIELD = constant(3 << 23, torch.int32), 3 << 23
+_ZEROS_FIELD = 127 + 2 << 23
+# The bits of factors, from which a block's exponent field is taken: over twice its scale, in steps.
+_HALVED, _HALVED_TO_STEPS = constant(255 << 23, torch.int32), constant(2 * _STEP)
+_STEPS = int(constant(_STEP).view(torch.int32)) + (256 - 127 << 23)
+_IN_STEPS, _TOO_LARGE = constant(_STEPS, torch.int32), _STEPS & _INFINITE
+"""From here on a block's factor to steps is no normal number, and takes two."""
 
 
 class _BlockEncoder:
     """F4 of one piece after the other; every view of the scratch is made once."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, any_scale: bool) -> None:
         """For pieces of ``size`` elements, whole blocks."""
 
         def blank(dtype: torch.dtype, count: int = size) -> Tensor:
             return torch.empty(count, dtype=dtype, device="cpu")
 
-        self.size = size
-        self._magnitude, self._code, self._other = (blank(torch.float32) for _ in range(3))
+        self.size, self._any_scale = size, any_scale
+        self._magnitude, self._negative = blank(torch.float32), blank(torch.float32)
         self._rows = self._magnitude.view(-1, BLOCK)
         self._row_bits = self._magnitude.view(torch.int32).view(-1, BLOCK)
-        self._code_bits = self._code.view(torch.int32)
-        self._other_bits = self._other.view(torch.int32)
-        self._codes, self._signs = blank(torch.uint8), blank(torch.uint8)
-        self._pairs = self._codes.view(torch.int16)
-        self._packed = blank(torch.int16, size // 2)
-        self._field, self._inverse = (blank(torch.int32, size // BLOCK) for _ in range(2))
-        self._zero = blank(torch.bool, size // BLOCK)
+        self._rounded, self._sign = blank(torch.float16), blank(torch.float16)
+        self._codes, self._signs = self._rounded.view(torch.int16), self._sign.view(torch.int16)
+        self._pairs = self._codes.view(torch.int32)
+        self._inverse = blank(torch.int32, size // BLOCK)
         self._factor = self._inverse.view(torch.float32).view(-1, 1)
 
-    def encode(self, x: Tensor, packed: Tensor, scales: Tensor) -> None:
-        """Write the codes and scale bytes of ``x``."""
-        # The sum turns -0.0 into 0.0: only what is below zero has a sign.
-        signed = torch.add(x, _ZERO, out=self._other)
-        torch.abs(signed, out=self._magnitude)
-        torch.bitwise_right_shift(self._other_bits, _SIGN_TO_BIT_3, out=self._other_bits)
-        signs = torch.bitwise_and(self._signs.copy_(self._other_bits), _BIT_3, out=self._signs)
-        self._scale(scales)
-        torch.mul(self._rows, self._factor, out=self._rows)
-        # Codes 0-4 are steps of 1/2, 4-6 of 1, 6-7 of 2: a code is the least of three roundings.
-        # From 2**23 on fp32 has steps of 1, so a sum there rounds to nearest even, once, to a
-        # whole number, whose last bits are the code.
-        code, other = self._code, self._other
-        torch.add(_STEP_1_2, self._magnitude, alpha=2.0, out=code)
-        torch.minimum(code, torch.add(_STEP_1, self._magnitude, out=other), out=code)
-        torch.minimum(code, torch.add(_STEP_2, self._magnitude, alpha=0.5, out=other), out=code)
-        codes = torch.minimum(self._codes.copy_(self._code_bits), _LARGEST_CODE, out=self._codes)
-        torch.bitwise_or(codes, signs, out=codes)
-        torch.bitwise_right_shift(self._pairs, _NIBBLE, out=self._packed)
-        packed.copy_(torch.bitwise_or(self._packed, self._pairs, out=self._packed))
+    def encode(self, x: Tensor, packed: Tensor, largest: Tensor) -> None:
+        """Write the codes of ``x``, and the bits of the largest magnitude of each block."""
+        torch.abs(x, out=self._magnitude)
+        self._sign.copy_(torch.lt(x, _ZERO, out=self._negative))  # which -0.0 is not
+        torch.amax(self._row_bits, dim=1, out=largest)
+        self._to_steps(largest)
+        self._rounded.copy_(self._magnitude).mul_(_EVEN_OUT)
+        self._codes.clamp_max_(_LARGEST_CODE).add_(_HALF_A_CODE).add_(self._signs, alpha=_TO_BIT_12)
+        self._pairs.bitwise_and_(_CODES).mul_(_TOGETHER)
+        packed.copy_(self._pairs.bitwise_right_shift_(_TO_BYTE))
 
-    def _scale(self, scales: Tensor) -> None:
-        """The bytes ``k + 127`` of the blocks, and the factors ``2^-k``."""
-        field = torch.amax(self._row_bits, dim=1, out=self._field)
-        torch.eq(field, _NONE, out=self._zero)
-        torch.maximum(field, _LEAST, out=field)
-        torch.bitwise_right_shift(field, _EXPONENT, out=field)
-        field.masked_fill_(self._zero, 127 + 2)
-        torch.sub(_INVERT, field, out=self._inverse)
-        torch.bitwise_left_shift(self._inverse, _EXPONENT, out=self._inverse)
-        scales.copy_(torch.sub(field, _DOWN, out=field))
+    def _to_steps(self, largest: Tensor) -> None:
+        """Magnitudes over ``2^k``, in steps of 1/509 of 1/2."""
+        fields = torch.bitwise_and(largest, _EXPONENT, out=self._inverse)
+        if self._any_scale:
+            torch.sub(_HALVED, fields.clamp_min_(_LEAST), out=fields)
+            self._rows.mul_(self._factor)
+            self._magnitude.mul_(_HALVED_TO_STEPS)
+        else:
+            torch.sub(_IN_STEPS, fields, out=fields)
+            self._rows.mul_(self._factor)
 
 
 def _encode_e2m1(pieces: Pieces, data: Tensor, scale: Tensor) -> bool:
     if not data.numel():
         return True
+    least, largest = _encode_blocks(pieces(), data, scale, any_scale=False)
+    if largest >= _INFINITE:
+        return False
+    if least < _LEAST_FIELD or largest >= _TOO_LARGE:
+        _encode_blocks(pieces(), data, scale, any_scale=True)
+    return True
+
+
+def _encode_blocks(
+    pieces: Iterable[Tensor], data: Tensor, scale: Tensor, *, any_scale: bool
+) -> tuple[int, int]:
+    """Write codes and scales; the range of the bits of each block's largest magnitude.
+
+    Only with ``any_scale`` are the codes right, too, where that range is wide.
+    """
     encoder: _BlockEncoder | None = None
-    for piece, packed, scales in zip(
-        pieces(), data.split(CHUNK // 2), scale.split(CHUNK // BLOCK), strict=True
-    ):
-        missing = -piece.numel() % BLOCK
-        x = torch.cat([piece, piece.new_zeros(missing)]) if missing else piece
-        if encoder is None or encoder.size != x.numel():
-            encoder = _BlockEncoder(x.numel())
-        encoder.encode(x, packed, scales)
-    return all(int(part.amax()) < _NOT_FINITE for (part,) in chunks(scale))
+    each, each_packed = iter(pieces), iter(data.split(CHUNK // 2))
+    memory, ranges = scratch(scale, torch.int32), list[tuple[int, int]]()
+    for (scales,), largest in zip(chunks(scale), again(memory, scale), strict=True):
+        for part in largest.split(CHUNK // BLOCK):
+            piece, packed = next(each), next(each_packed)
+            missing = -piece.numel() % BLOCK
+            x = torch.cat([piece, piece.new_zeros(missing)]) if missing else piece
+            if encoder is None or encoder.size != x.numel():
+                encoder = _BlockEncoder(x.numel(), any_scale=any_scale)
+            encoder.encode(x, packed, part)
+        ranges.append(_write_scales(largest, scales))
+    lows, highs = zip(*ranges, strict=True)
+    return min(lows), max(highs)
+
+
+def _write_scales(largest: Tensor, scales: Tensor) -> tuple[int, int]:
+    """The bytes ``k + 127`` of blocks; the range of ``largest``, zeros left out."""
+    largest.masked_fill_(largest.eq(0), _ZEROS_FIELD)
+    low, high = torch.aminmax(largest)
+    scales.copy_(largest.clamp_min(_LEAST_FIELD).bitwise_right_shift_(23).sub_(2))
+    return int(low), int(high)
 
 
 _E2M1 = torch.tensor(  # whatever dtype the user has made the default one
@@ -152,16 +180,22 @@ _E8M0_VALUES[0], _E8M0_VALUES[255] = 2.0**-127, math.nan
 def _decode_e2m1(data: Tensor, scale: Tensor, targets: Iterable[Tensor]) -> Iterator[Tensor]:
     if not data.numel():
         return
+    index = fields = factors = torch.empty(0, device="cpu")
     for target, packed, scales in zip(
         targets, data.split(CHUNK // 2), scale.split(CHUNK // BLOCK), strict=True
     ):
-        words = torch.index_select(_E2M1_WORDS, 0, packed.int())
-        factors = torch.index_select(_E8M0_VALUES, 0, scales.int()).view(-1, 1)
-        values = words.view(torch.float32).view(-1, BLOCK)
-        if target.numel() % BLOCK:
-            target.copy_(values.mul_(factors).view(-1)[: target.numel()])
-        else:
-            torch.mul(values, factors, out=target.view(-1, BLOCK))
+        if index.numel() != packed.numel():
+            index, fields = packed.int(), scales.int()
+            factors = torch.empty_like(fields, dtype=torch.float32)
+        torch.index_select(_E8M0_VALUES, 0, fields.copy_(scales), out=factors)
+        index.copy_(packed)
+        if target.numel() % BLOCK or target.storage_offset() % 2:
+            words = torch.index_select(_E2M1_WORDS, 0, index)
+            values = words.view(torch.float32).view(-1, BLOCK).mul_(factors.view(-1, 1))
+            target.copy_(values.view(-1)[: target.numel()])
+        else:  # twice as quick
+            torch.index_select(_E2M1_WORDS, 0, index, out=target.view(torch.int64))
+            target.view(-1, BLOCK).mul_(factors.view(-1, 1))
         yield target
 
 
