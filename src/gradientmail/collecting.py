@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 
-from gradientmail.algorithm.merge import Fold, contribution_weight
+from gradientmail.algorithm.merge import Fold, Measured, contribution_weight
 from gradientmail.algorithm.precision import decode_tensors
 from gradientmail.backend.base import Array, Backend
 from gradientmail.clock import Offload
@@ -138,22 +139,26 @@ class Collector:
             self.accepted[learner] = record
 
     async def _fold_in(self, record: SnapshotRecord) -> tuple[str, str] | None:
+        measure = partial(self._offload, self._measure)
         try:
-            payload = await self._exchange.fetch(record.payload, self.fragment.delta)
+            found = await self._exchange.examine(record.payload, self.fragment.delta, measure)
         except PayloadCorrupt as error:
             return "corrupt", str(error)
-        if payload is None:
+        if found is None:
             return "missing", f"{record.payload.key} does not exist"
-        weight = contribution_weight(record.tokens, record.steps)
-        if not await self._offload(self._add, payload, weight):
+        payload, (arrays, measured) = found
+        add = partial(
+            self.fold.add, arrays, contribution_weight(record.tokens, record.steps), measured
+        )
+        if not (add() if self.fold.keeps_next else await self._offload(add)):
             return "corrupt", f"{record.payload.key} holds values that are not finite"
-        return None
-
-    def _add(self, payload: Payload, weight: float) -> bool:
-        taken = self.fold.add(self._arrays(payload), weight, payload.squares)
         if not self.fold.holds_contributions and self._exchange.deltas.get(self.number) is payload:
             self._exchange.deltas.pop(self.number, None)
-        return taken
+        return None
+
+    def _measure(self, payload: Payload) -> tuple[Mapping[str, Array], Measured]:
+        arrays = self._arrays(payload)
+        return arrays, self.fold.measure(arrays, payload.squares)
 
     def _arrays(self, payload: Payload) -> Mapping[str, Array]:
         """The contribution as the arithmetic takes it, in one buffer if it has to be decoded."""

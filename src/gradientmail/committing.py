@@ -1,19 +1,24 @@
 """One commit: the outer step written where the payloads lie, then payloads, then the record."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from gradientmail.algorithm.outer import FragmentState, outer_steps
+from gradientmail.algorithm.precision import scale_name
 from gradientmail.backend.base import Array, Backend
 from gradientmail.clock import Offload
 from gradientmail.collecting import Collector
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload
-from gradientmail.exchange.payload import PayloadLayout
+from gradientmail.exchange.exchange import Exchange, Payload, Sealing
 from gradientmail.exchange.records import Estimates, RoundRecord, Update
 from gradientmail.holding import Held
 from gradientmail.run import Run, arrays_over, payload_arrays
+from gradientmail.schema import TensorSpec
+
+PART = 2**22
+"""Elements in an outer step's part: long beside a change of threads, short beside a fragment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +33,22 @@ class Closing:
 
 @dataclass(frozen=True, slots=True)
 class Blanks:
-    """The buffers that a commit is written into, by payload, and the contributions' cosine."""
+    """What a commit is written into, by payload, and what is told of it."""
 
-    buffers: Mapping[str, tuple[PayloadLayout, memoryview]]
+    sealings: Mapping[str, Sealing]
     cosine: float | None
     overflowed: tuple[str, ...]
     """The parameters that the step drove out of their dtype's range, and that were held there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An outer step over some of a fragment's tensors at a time."""
+
+    sealings: Mapping[str, Sealing]
+    cosine: float | None
+    parts: Sequence[tuple[Callable[[Sequence[TensorSpec]], tuple[str, ...]], list[TensorSpec]]]
+    """Tensors, and what takes the step over them; it names those that ran out of range."""
 
 
 class Committer:
@@ -47,16 +62,24 @@ class Committer:
         self._offload = offload
 
     async def merge(self, collector: Collector, state: Held) -> Blanks:
-        """The outer step; afterwards the contributions are let go."""
-        blanks = await self._offload(self._merge, collector, state)
+        """The outer step, hashed as it goes on; afterwards the contributions are let go."""
+        step = await self._offload(self._prepare, collector, state)
+        done: list[TensorSpec] = []
+        overflowed: list[str] = []
+        for take_step, specs in step.parts:
+            _, beyond = await asyncio.gather(
+                self._hash_written(step.sealings, done), self._offload(take_step, specs)
+            )
+            done += specs
+            overflowed += beyond
         collector.release()
-        return blanks
+        return Blanks(step.sealings, step.cosine, tuple(sorted(overflowed)))
 
     async def upload(
         self, closing: Closing, blanks: Blanks, estimates: Estimates
     ) -> tuple[RoundRecord, Held]:
         """Store what ``merge`` made; the record to create, and what is held if it counts."""
-        payloads = await self._upload(closing.collector.number, blanks.buffers)
+        payloads = await self._upload(closing.collector.number, blanks.sealings)
         update = None
         if "update" in payloads:
             digest = await self._exchange.plain_sha256(payloads["theta"])
@@ -64,31 +87,48 @@ class Committer:
         record = self._record(closing, blanks.cosine, payloads, update, estimates)
         return record, Held(record.version, payloads["theta"], payloads["outer"])
 
-    def _merge(self, collector: Collector, state: Held) -> Blanks:
-        """The outer step, written where the payloads lie. Off the loop."""
+    def _prepare(self, collector: Collector, state: Held) -> _Step:
+        """Where the outer step is written, which is where the payloads lie. Off the loop."""
         backend, fragment, algorithm = self._backend, collector.fragment, self._run.algorithm
         merged = collector.fold.merged()
-        blank = self._blanks(collector, state)
+        sealings = self._blanks(collector, state)
         out: dict[str, Mapping[str, Array]] = {
-            name: arrays_over(backend, buffer, one) for name, (one, buffer) in blank.items()
+            name: arrays_over(backend, one.buffer, one.layout) for name, one in sealings.items()
         }
-        overflowed: list[str] = []
-        for step, specs in outer_steps(algorithm, fragment.specs, self._run.averaged):
-            overflowed += step(
-                backend,
-                specs,
-                self._arrays(state),
-                merged.deltas,
-                new=FragmentState(out["theta"], out["outer"]),
-                update=out.get("update", {}),
-                final=collector.all_final,
-                take=self._exchange.take,
+        old = self._arrays(state)
+        parts = [
+            (
+                partial(
+                    step,
+                    backend,
+                    old=old,
+                    deltas=merged.deltas,
+                    new=FragmentState(out["theta"], out["outer"]),
+                    update=out.get("update", {}),
+                    final=collector.all_final,
+                    take=self._exchange.take,
+                ),
+                part,
             )
-        return Blanks(blank, merged.cosine, tuple(sorted(overflowed)))
+            for step, specs in outer_steps(algorithm, fragment.specs, self._run.averaged)
+            for part in _parts(specs)
+        ]
+        return _Step(sealings, merged.cosine, parts)
 
-    def _blanks(
-        self, collector: Collector, state: Held
-    ) -> dict[str, tuple[PayloadLayout, memoryview]]:
+    async def _hash_written(
+        self, sealings: Mapping[str, Sealing], done: Sequence[TensorSpec]
+    ) -> None:
+        """Hash what the step has finished, while it works on what comes next."""
+        names = [spec.name for spec in done]
+        written = {
+            "theta": set(names),
+            "outer": {f"{kind}.{name}" for kind in ("momentum", "master") for name in names},
+            "update": {*names, *map(scale_name, names)},
+        }
+        hashing = self._exchange.hash_written
+        await asyncio.gather(*(hashing(one, written[name]) for name, one in sealings.items()))
+
+    def _blanks(self, collector: Collector, state: Held) -> dict[str, Sealing]:
         """Where the commit is written: over what it uses up, if nobody else looks at that.
 
         The step goes element by element and has read what it writes over. Should the commit fail,
@@ -99,7 +139,7 @@ class Committer:
         # A final step writes into the momentum what it still has to take off the master.
         over = {} if collector.all_final else self._used_up(collector, state)
         return {
-            name: (one, over[name] if name in over else one.blank(take))
+            name: Sealing(over[name] if name in over else one.blank(take), one)
             for name, one in layouts.items()
             if one is not None
         }
@@ -123,21 +163,17 @@ class Committer:
         outer = {} if state.outer is None else payload_arrays(self._backend, state.outer)
         return FragmentState(payload_arrays(self._backend, state.theta), outer)
 
-    async def _upload(
-        self, number: int, buffers: Mapping[str, tuple[PayloadLayout, memoryview]]
-    ) -> dict[str, Payload]:
-        """Hash and store theta, outer and update, all at once."""
+    async def _upload(self, number: int, sealings: Mapping[str, Sealing]) -> dict[str, Payload]:
+        """Hash the rest and store theta, outer and update, all at once."""
 
         def key_of(digest: str, extension: str) -> str:
             return layout.round_blob_key(number, digest, extension)
 
         async def send(name: str) -> Payload:
-            payload_layout, buffer = buffers[name]
-            sealed = await self._exchange.seal(buffer, payload_layout, key_of)
-            return await self._exchange.store(sealed)
+            return await self._exchange.store(await self._exchange.seal(sealings[name], key_of))
 
         # The largest first: its transfer ends last.
-        names = sorted(buffers, key=lambda name: -buffers[name][0].nbytes)
+        names = sorted(sealings, key=lambda name: -sealings[name].layout.nbytes)
         sent = await asyncio.gather(*map(send, names), return_exceptions=True)
         payloads: dict[str, Payload] = {}
         for name, result in zip(names, sent, strict=True):
@@ -171,3 +207,15 @@ class Committer:
             grace_seconds=closing.grace_seconds,
             estimates=estimates,
         )
+
+
+def _parts(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
+    """The tensors in order, some at a time: a step that is long enough to hash meanwhile."""
+    part: list[TensorSpec] = []
+    for spec in specs:
+        part.append(spec)
+        if sum(one.count for one in part) >= PART:
+            yield part
+            part = []
+    if part:
+        yield part

@@ -14,7 +14,7 @@ from gradientmail.deltas import Delta, make_delta
 from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.events import Event, SnapshotPublished, TaskFailed
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, Sealed
+from gradientmail.exchange.exchange import Exchange, Payload, Sealed, Sealing
 from gradientmail.exchange.records import RoundRecord, SnapshotRecord, Update, expect_key
 from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
 from gradientmail.joining import rounds_held
@@ -218,7 +218,7 @@ class Courier:
         def key_of(digest: str, extension: str) -> str:
             return layout.snapshot_blob_key(outgoing.round, self._learner, digest, extension)
 
-        return await self._exchange.seal(delta.buffer, fragment.delta, key_of), delta
+        return await self._exchange.seal(Sealing(delta.buffer, fragment.delta), key_of), delta
 
     def _make_delta(self, fragment: Fragment, outgoing: Outgoing) -> Delta:
         """Off the loop."""

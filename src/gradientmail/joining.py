@@ -12,7 +12,7 @@ from gradientmail.backend.base import Backend
 from gradientmail.clock import Clock
 from gradientmail.errors import PayloadCorrupt
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, Sealed, store_all
+from gradientmail.exchange.exchange import Exchange, Payload, Sealed, Sealing, store_all
 from gradientmail.exchange.records import Manifest, Ref
 from gradientmail.handoff import Version
 from gradientmail.progress import Progress
@@ -75,7 +75,7 @@ async def create_run(
         return lambda digest, extension: layout.init_blob_key(fragment.index, digest, extension)
 
     sealed: list[Sealed] = [
-        await exchange.seal(buffer, fragment.theta, key_of(fragment))
+        await exchange.seal(Sealing(buffer, fragment.theta), key_of(fragment))
         for fragment, buffer in zip(fragments, buffers, strict=True)
     ]
     payloads = await store_all(exchange, sealed)

@@ -112,10 +112,10 @@ def frame(data: bytes) -> object:
 def stored(data: bytes) -> object:
     """A stored payload under a ref that fits it, as a closer opens it."""
     sha = sha256_hex(data)
-    for extension, compressed in ((layout.RAW_EXT, False), (layout.ZSTD_EXT, True)):
+    for extension in (layout.RAW_EXT, layout.ZSTD_EXT):
         ref = Ref(layout.round_blob_key(1, sha, extension), sha, len(data))
         try:
-            _open(memoryview(data), ref, LAYOUT, compressed, take)
+            _open(memoryview(data), ref, LAYOUT, take)
         except PayloadCorrupt as error:
             named = ref.key in str(error)
         else:

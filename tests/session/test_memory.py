@@ -40,7 +40,8 @@ def test_theta_is_written_over_the_delta_that_was_merged(
         own = self._exchange.deltas.get(collector.number)
         spent = {"own": own and own.buffer, "decoded": collector.decoded}
         blanks = blanks_of(self, collector, state)
-        over.append(next((n for n, used in spent.items() if blanks["theta"][1] is used), "fresh"))
+        written = blanks["theta"].buffer
+        over.append(next((name for name, used in spent.items() if written is used), "fresh"))
         return blanks
 
     monkeypatch.setattr(Committer, "_blanks", spied)

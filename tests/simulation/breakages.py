@@ -13,6 +13,7 @@ import pytest
 
 from gradientmail import collecting, deltas, syncer, watch
 from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.algorithm.merge import Fold
 from gradientmail.collecting import Collector
 from gradientmail.committing import Committer
 from gradientmail.election import Election
@@ -173,37 +174,43 @@ def skips_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(stored: memoryview, ref: Any, payload_layout: Any, *rest: Any) -> Payload:
         return Payload(ref, stored, payload_layout.check(stored))
 
+    def checked(*_: object) -> None:
+        """Believe it."""
+
     monkeypatch.setattr(exchange_module, "_open", opened)
+    monkeypatch.setattr(exchange_module, "_check", checked)
 
 
 def merges_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Collector._add
+    class Credulous(Fold):
+        def add(self, arrays: Any, weight: float, measured: Any = None) -> bool:
+            super().add(arrays, weight, measured)
+            return True
 
-    def add(self: Collector, payload: Payload, weight: float) -> bool:
-        whole(self, payload, weight)
-        return True
-
-    monkeypatch.setattr(Collector, "_add", add)
+    monkeypatch.setattr(collecting, "Fold", Credulous)
 
 
 def applies_a_delta_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Collector._add
+    whole = Collector._fold_in
 
-    def add(self: Collector, payload: Payload, weight: float) -> bool:
-        again = payload.ref.blob.learner == "n1"
-        return whole(self, payload, weight) and (not again or whole(self, payload, weight))
+    async def fold_in(self: Collector, record: Any) -> Any:
+        verdict = await whole(self, record)
+        again = verdict is None and record.learner == "n1"
+        return await whole(self, record) if again else verdict
 
-    monkeypatch.setattr(Collector, "_add", add)
+    monkeypatch.setattr(Collector, "_fold_in", fold_in)
 
 
 def folds_its_own_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Collector._add
+    whole = Collector._fold_in
 
-    def add(self: Collector, payload: Payload, weight: float) -> bool:
-        own = self._exchange.deltas.get(self.number) is payload
-        return whole(self, payload, weight) and (not own or whole(self, payload, weight))
+    async def fold_in(self: Collector, record: Any) -> Any:
+        own = self._exchange.deltas.get(self.number)
+        verdict = await whole(self, record)
+        again = verdict is None and own is not None and own.ref == record.payload
+        return await whole(self, record) if again else verdict
 
-    monkeypatch.setattr(Collector, "_add", add)
+    monkeypatch.setattr(Collector, "_fold_in", fold_in)
 
 
 def drops_momentum_on_takeover(monkeypatch: pytest.MonkeyPatch) -> None:

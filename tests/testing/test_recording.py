@@ -12,7 +12,7 @@ from gradientmail.algorithm.precision import encode_tensors, scale_name
 from gradientmail.backend.numpy import NumpyBackend
 from gradientmail.clock import inline
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload
+from gradientmail.exchange.exchange import Exchange, Payload, Sealing
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Manifest, SnapshotRecord
 from gradientmail.node import planned
@@ -30,7 +30,7 @@ NAN = {"F32": b"\0\0\xc0\x7f", "F16": b"\0\x7e", "BF16": b"\xc0\x7f", "F8_E4M3":
 async def _store(
     exchange: Exchange, key_of: Callable[[str, str], str], of: PayloadLayout, buffer: memoryview
 ) -> Payload:
-    return await exchange.store(await exchange.seal(buffer, of, key_of))
+    return await exchange.store(await exchange.seal(Sealing(buffer, of), key_of))
 
 
 async def _publish(dtype: str | None, damage: bytes | None, *, compressed: bool) -> list[str]:

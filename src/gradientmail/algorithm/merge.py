@@ -20,6 +20,7 @@ the unit vectors (zero for a zero vector), ``k`` of them not zero, and ``U = Σ 
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradientmail.algorithm.diloco import Rda, WeightedMean
 from gradientmail.algorithm.precision import Take, fp32_array
@@ -59,6 +60,16 @@ class Merged:
     cosine: float | None
 
 
+class Measured(NamedTuple):
+    """Of one contribution, by name: ``Σ x²``, and for the second one ``Σ x·y`` with the first."""
+
+    squares: Mapping[str, float]
+    dots: Mapping[str, float]
+    whole_square: float = 0.0
+    """``Σ x²`` over all tensors as the cosine of two contributions has it; 0 among more."""
+    whole_dot: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class _Contribution:
     """One of the first two, kept as it came."""
@@ -66,6 +77,7 @@ class _Contribution:
     arrays: Mapping[str, Array]
     weight: float
     norms: Mapping[str, float]
+    whole_square: float
 
 
 class Fold:
@@ -98,21 +110,19 @@ class Fold:
             spec.name: spec.name in averaged or _is_direct(merge, spec.name) for spec in self._specs
         }
         self._kept: list[_Contribution] = []
-        self._dots: dict[str, float] = {}
+        self._dots: Mapping[str, float] = {}
+        self._whole_dot = 0.0
         self._sums: _Sums | None = None
         self._keep = 2 if expected <= 2 else 0
         self.count = 0
 
     def add(
-        self,
-        arrays: Mapping[str, Array],
-        weight: float,
-        squares: Mapping[str, float] | None = None,
+        self, arrays: Mapping[str, Array], weight: float, measured: Measured | None = None
     ) -> bool:
         """Fold in one contribution: F32, F16 or BF16 arrays by name, and its weight.
 
         The arrays of the first two are held and only read; later ones are free afterwards.
-        ``squares`` are the sums of squares by name, from whoever has computed them already.
+        ``measured`` is what ``measure`` gave for them since the last ``add``.
         False, changing nothing, when a value is NaN or infinite. ``ValueError`` for a weight
         out of ``WEIGHTS``.
         """
@@ -121,35 +131,48 @@ class Fold:
                 f"a contribution's weight must be positive, {WEIGHTS[0]:g} to {WEIGHTS[1]:g}, "
                 f"not {weight!r}"
             )
-        dots: dict[str, float] = {}
-        if squares is None:
-            squares, dots = self._measure(arrays)
+        if measured is None:
+            measured = self.measure(arrays)
+        squares = measured.squares
         if not all(map(math.isfinite, squares.values())):
             return False
-        new = _Contribution(arrays, weight, {name: math.sqrt(s) for name, s in squares.items()})
-        if self.count < self._keep and self._kept:
-            first = self._kept[0].arrays
-            self._dots = dots or {
-                name: self._backend.dot(first[name], arrays[name]) for name in squares
-            }
-        if self.count < self._keep:
+        norms = {name: math.sqrt(square) for name, square in squares.items()}
+        new = _Contribution(arrays, weight, norms, measured.whole_square)
+        if self.keeps_next:
+            self._dots, self._whole_dot = measured.dots, measured.whole_dot
             self._kept.append(new)
         else:
             self._sum_up(new)
         self.count += 1
         return True
 
-    def _measure(self, arrays: Mapping[str, Array]) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums of squares, and the dot products that only the second contribution needs."""
-        names = [spec.name for spec in self._specs]
-        if not (self._kept and self.count < self._keep):
-            return {name: self._backend.sum_of_squares(arrays[name]) for name in names}, {}
+    def measure(
+        self, arrays: Mapping[str, Array], squares: Mapping[str, float] | None = None
+    ) -> Measured:
+        """What ``add`` has to know of a contribution; nothing is changed.
+
+        ``squares`` are the sums of squares by name, from whoever has computed them already.
+        """
+        names, backend = [spec.name for spec in self._specs], self._backend
+        if not (self._kept and self.keeps_next):
+            if squares is None:
+                squares = {name: backend.sum_of_squares(arrays[name]) for name in names}
+            square = self._over_tensors(arrays, arrays, squares) if self.keeps_next else 0.0
+            return Measured(squares, {}, square)
         first = self._kept[0].arrays
-        both = {name: self._backend.dot_squares(first[name], arrays[name]) for name in names}
-        return (
-            {name: square for name, (_, square) in both.items()},
-            {name: dot for name, (dot, _) in both.items()},
-        )
+        if squares is None:
+            both = {name: backend.dot_squares(first[name], arrays[name]) for name in names}
+            dots = {name: dot for name, (dot, _) in both.items()}
+            squares = {name: square for name, (_, square) in both.items()}
+        else:
+            dots = {name: backend.dot(first[name], arrays[name]) for name in names}
+        square = self._over_tensors(arrays, arrays, squares)
+        return Measured(squares, dots, square, self._over_tensors(first, arrays, dots))
+
+    @property
+    def keeps_next(self) -> bool:
+        """Whether the next contribution is kept as it comes, which is no work."""
+        return self.count < self._keep
 
     @property
     def holds_contributions(self) -> bool:
@@ -170,28 +193,22 @@ class Fold:
         return Merged(deltas, self._pair_cosine())
 
     def _pair_cosine(self) -> float:
-        """The cosine of the two contributions, 0 if one is zero.
+        """The cosine of the two contributions, 0 if one is zero."""
+        length = math.prod(math.sqrt(kept.whole_square) for kept in self._kept)
+        return min(max(self._whole_dot / length, -1.0), 1.0) if length else 0.0
+
+    def _over_tensors(
+        self, x: Mapping[str, Array], y: Mapping[str, Array], exact: Mapping[str, float]
+    ) -> float:
+        """``Σ x·y`` over all tensors; ``exact`` has each one's, which serves for large ones.
 
         As the published version has it, to the last bit for small tensors: a tensor's products are
         summed in fp32, and the tensors' sums in float64.
         """
-        first, second = self._kept
-        dot = self._over_tensors(first, second, self._dots)
-        squares = [
-            self._over_tensors(kept, kept, {n: norm**2 for n, norm in kept.norms.items()})
-            for kept in self._kept
-        ]
-        length = math.sqrt(squares[0]) * math.sqrt(squares[1])
-        return min(max(dot / length, -1.0), 1.0) if length else 0.0
-
-    def _over_tensors(
-        self, x: _Contribution, y: _Contribution, exact: Mapping[str, float]
-    ) -> float:
-        """``Σ x·y`` over all tensors; ``exact`` has each one's, which serves for large ones."""
         return sum(
             exact[spec.name]
             if spec.count >= LARGE
-            else self._backend.sum_of_products(x.arrays[spec.name], y.arrays[spec.name])
+            else self._backend.sum_of_products(x[spec.name], y[spec.name])
             for spec in self._specs
         )
 

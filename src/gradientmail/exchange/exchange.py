@@ -9,8 +9,10 @@ nothing is downloaded twice and two users of one version share one buffer.
 """
 
 import asyncio
-from collections.abc import Buffer, Callable, Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Buffer, Callable, Container, Coroutine, Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 from weakref import WeakValueDictionary
 
 from gradientmail.buffers import Shown
@@ -68,6 +70,24 @@ class Sealed:
         self.layout = payload_layout
 
 
+class Sealing:
+    """A payload that is hashed while it is still being written, from its start on."""
+
+    __slots__ = ("buffer", "hashed", "layout", "sha256")
+
+    def __init__(self, buffer: memoryview, payload_layout: PayloadLayout) -> None:
+        self.buffer = buffer
+        self.layout = payload_layout
+        self.sha256 = hashlib.sha256()
+        self.hashed = 0
+        """So many bytes are."""
+
+    def hash_until(self, stop: int) -> None:
+        """Take in the bytes up to ``stop``. Other threads run meanwhile."""
+        self.sha256.update(self.buffer[self.hashed : stop])
+        self.hashed = stop
+
+
 class Exchange:
     """One run in one mailbox. Used on the loop's thread."""
 
@@ -96,21 +116,32 @@ class Exchange:
 
     # Payloads
 
-    async def seal(
-        self, buffer: memoryview, payload_layout: PayloadLayout, key_of: Callable[[str, str], str]
-    ) -> Sealed:
-        """Compress if the run does, hash, and name: ``key_of(sha256, extension)``."""
-        return await self._offload(self._seal, buffer, payload_layout, key_of)
+    async def hash_written(self, sealing: Sealing, names: Container[str]) -> None:
+        """Hash as far as the payload is complete, the tensors ``names`` being written.
 
-    def _seal(
-        self, buffer: memoryview, payload_layout: PayloadLayout, key_of: Callable[[str, str], str]
-    ) -> Sealed:
-        stored = buffer
+        One call at a time. What is compressed before it is hashed has to wait for ``seal``.
+        """
+        stop = sealing.layout.written(names)
+        if self._extension == PLAIN and stop > sealing.hashed:
+            await self._offload(sealing.hash_until, stop)
+
+    async def seal(self, sealing: Sealing, key_of: Callable[[str, str], str]) -> Sealed:
+        """Compress if the run does, hash what is not yet, and name: ``key_of(sha256, extension)``.
+
+        All of the payload is written by now.
+        """
+        return await self._offload(self._seal, sealing, key_of)
+
+    def _seal(self, sealing: Sealing, key_of: Callable[[str, str], str]) -> Sealed:
+        stored = sealing.buffer
         if self._extension == ZSTD:
-            stored = compression.compress(payload_layout, buffer, self.take)
-        digest = sha256_hex(stored)
+            stored = compression.compress(sealing.layout, stored, self.take)
+            digest = sha256_hex(stored)
+        else:
+            sealing.hash_until(stored.nbytes)
+            digest = sealing.sha256.hexdigest()
         ref = Ref(key=key_of(digest, self._extension), sha256=digest, size=stored.nbytes)
-        return Sealed(ref, buffer, stored, payload_layout)
+        return Sealed(ref, sealing.buffer, stored, sealing.layout)
 
     async def sha256(self, buffer: memoryview) -> str:
         """The sha256 of ``buffer`` in hexadecimal digits."""
@@ -149,10 +180,46 @@ class Exchange:
 
         Raises ``PayloadCorrupt`` naming the key.
         """
-        held = self.held(ref)
-        if held is not None:
-            return held
-        compressed = ref.key.endswith(ZSTD)
+        payload = self.held(ref)
+        if payload is None:
+            stored = await self._stored(ref, payload_layout)
+            payload = None if stored is None else await self._open(stored, ref, payload_layout)
+        return payload
+
+    async def examine[T](
+        self,
+        ref: Ref,
+        payload_layout: PayloadLayout,
+        look: Callable[[Payload], Coroutine[Any, Any, T]],
+    ) -> tuple[Payload, T] | None:
+        """``fetch``, and what ``look`` gives of the payload.
+
+        It may be called while the hash is still being checked: it has to bear any bytes.
+        """
+        payload = self.held(ref)
+        if payload is None:
+            stored = await self._stored(ref, payload_layout)
+            if stored is None:
+                return None
+            if ref.size == payload_layout.nbytes and payload_layout.matches(stored):
+                payload = Payload(ref, stored, payload_layout.slots)
+                looking = asyncio.ensure_future(look(payload))
+                try:
+                    await self._offload(_check, stored, ref)
+                finally:
+                    await asyncio.gather(looking, return_exceptions=True)
+                self._held[ref.key] = payload
+                return payload, looking.result()
+            payload = await self._open(stored, ref, payload_layout)
+        return payload, await look(payload)
+
+    async def _open(self, stored: memoryview, ref: Ref, payload_layout: PayloadLayout) -> Payload:
+        payload = await self._offload(_open, stored, ref, payload_layout, self.take)
+        self._held[ref.key] = payload
+        return payload
+
+    async def _stored(self, ref: Ref, payload_layout: PayloadLayout) -> memoryview | None:
+        """What the store has under ``ref``'s key, if that can be a payload of this layout."""
         if ref.size > payload_layout.nbytes + (payload_layout.nbytes // 64 + 4096):
             raise PayloadCorrupt(
                 f"{ref.key}: {ref.size} bytes are more than its tensors' {payload_layout.nbytes}"
@@ -161,13 +228,7 @@ class Exchange:
             stored = await get_at_most(self.mailbox, ref.key, ref.size)
         except ProtocolError as error:
             raise PayloadCorrupt(str(error)) from None
-        if stored is None:
-            return None
-        payload = await self._offload(
-            _open, memoryview(stored).cast("B"), ref, payload_layout, compressed, self.take
-        )
-        self._held[ref.key] = payload
-        return payload
+        return None if stored is None else memoryview(stored).cast("B")
 
     # Records, created once
 
@@ -290,19 +351,24 @@ def _learner_of(claim: Buffer) -> str | None:
         return None
 
 
-def _open(
-    stored: memoryview,
-    ref: Ref,
-    payload_layout: PayloadLayout,
-    compressed: bool,
-    take: Callable[[int], memoryview],
-) -> Payload:
-    """Check stored bytes against their ref, decompress, check the tensors."""
+def _check(stored: memoryview, ref: Ref) -> None:
+    """Check stored bytes against their ref."""
     if stored.nbytes != ref.size:
         raise PayloadCorrupt(f"{ref.key}: {stored.nbytes} bytes, its record says {ref.size}")
     if sha256_hex(stored) != ref.sha256:
         raise PayloadCorrupt(f"{ref.key}: the bytes do not hash to the sha256 of its record")
+
+
+def _open(
+    stored: memoryview,
+    ref: Ref,
+    payload_layout: PayloadLayout,
+    take: Callable[[int], memoryview],
+) -> Payload:
+    """Check stored bytes against their ref, decompress, check the tensors."""
+    _check(stored, ref)
     try:
+        compressed = ref.key.endswith(ZSTD)
         buffer = compression.decompress(payload_layout, stored, take) if compressed else stored
         return Payload(ref, buffer, payload_layout.check(buffer))
     except PayloadCorrupt as error:

@@ -12,7 +12,7 @@ every tensor is aligned to its elements when the buffer is.
 
 import hashlib
 import json
-from collections.abc import Buffer, Callable, Iterable, Mapping
+from collections.abc import Buffer, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -84,6 +84,11 @@ class PayloadLayout:
         buffer[: len(self.header)] = self.header
         return buffer
 
+    def written(self, names: Container[str]) -> int:
+        """Up to which byte a payload is complete when the tensors ``names`` are written."""
+        missing = (slot.start for name, slot in self.slots.items() if name not in names)
+        return next(missing, self.nbytes)
+
     def check(self, buffer: Buffer) -> Mapping[str, Slot]:
         """The slots of ``buffer``, which must hold exactly these tensors, else ``PayloadCorrupt``.
 
@@ -91,10 +96,11 @@ class PayloadLayout:
         not looked at. Takes memory of the order of the own header, whatever the bytes are.
         """
         view = memoryview(buffer).cast("B")
-        own = len(self.header)
-        if view.nbytes == self.nbytes and view[:own].tobytes() == self.header:
-            return self.slots
-        return self._foreign(view)
+        return self.slots if self.matches(view) else self._foreign(view)
+
+    def matches(self, view: memoryview) -> bool:
+        """Whether a payload has this size and header, byte by byte."""
+        return view.nbytes == self.nbytes and view[: len(self.header)] == self.header
 
     def _foreign(self, view: memoryview) -> Mapping[str, Slot]:
         """Slots from a header that is not ours, in the order of the data."""

@@ -1,0 +1,183 @@
+"""What goes on at the same time: hashing what is written or looked at, never what may change."""
+
+import asyncio
+import hashlib
+from functools import partial
+from typing import Any, Literal, cast
+
+import pytest
+import torch
+from tests.exchange.wire import take
+from tests.session.models import QUICK, net, train_until
+
+import gradientmail as gm
+from gradientmail import committing
+from gradientmail.backend.torch import TorchBackend
+from gradientmail.clock import inline
+from gradientmail.errors import PayloadCorrupt
+from gradientmail.exchange import layout
+from gradientmail.exchange.exchange import Exchange, Payload, Sealing
+from gradientmail.exchange.payload import PayloadLayout
+from gradientmail.exchange.records import Ref
+from gradientmail.schema import TensorSpec
+from gradientmail.verification import verify
+
+LAYOUT = PayloadLayout([TensorSpec("w", "F32", (8,)), TensorSpec("a", "BF16", (4,))])
+
+
+def blob(data: memoryview, claimed: bytes | None = None) -> Ref:
+    """A ref to ``data``, or to something else of its size."""
+    sha = hashlib.sha256(data if claimed is None else claimed).hexdigest()
+    return Ref(layout.round_blob_key(1, sha, ".safetensors"), sha, data.nbytes)
+
+
+@pytest.mark.parametrize("corrupt", [False, True])
+def test_a_payload_is_looked_at_while_its_hash_is_checked(corrupt: bool) -> None:
+    async def run() -> None:
+        began, looked, mailbox = asyncio.Event(), asyncio.Event(), gm.MemoryMailbox()
+
+        async def offload(work: Any, *args: Any) -> object:
+            began.set()
+            await asyncio.wait_for(looked.wait(), 60)
+            return work(*args)
+
+        async def look(payload: Payload) -> bytes:
+            await asyncio.wait_for(began.wait(), 60)
+            looked.set()
+            return bytes(payload.data("w"))
+
+        exchange = Exchange(mailbox, offload=cast(Any, offload), take=take)
+        data = LAYOUT.blank(take)
+        ref = blob(data, b"another" if corrupt else None)
+        await mailbox.put_if_absent(ref.key, data)
+        if corrupt:
+            with pytest.raises(PayloadCorrupt, match="do not hash"):
+                await exchange.examine(ref, LAYOUT, look)
+            assert exchange.held(ref) is None
+            return
+        found = await exchange.examine(ref, LAYOUT, look)
+        assert found is not None
+        assert found[1] == b"\xa5" * 32
+        assert exchange.held(ref) is found[0]
+        assert await exchange.examine(ref, LAYOUT, look) == found
+
+    asyncio.run(run())
+
+
+def test_a_payload_that_is_not_as_expected_is_looked_at_after_its_check() -> None:
+    """Another header may move the tensors anywhere: only a whole payload is taken apart."""
+
+    async def run() -> None:
+        seen: list[str] = []
+
+        async def offload(work: Any, *args: Any) -> object:
+            await asyncio.sleep(0)
+            seen.append("checked")
+            return work(*args)
+
+        async def look(payload: Payload) -> bytes:
+            seen.append("looked")
+            return bytes(payload.data("w"))
+
+        mailbox = gm.MemoryMailbox()
+        exchange = Exchange(mailbox, offload=cast(Any, offload), take=take)
+        plain = LAYOUT.blank(take)
+        spaced = bytearray(plain[: len(LAYOUT.header)]) + b" " * 8 + bytearray(b"\x11" * 40)
+        spaced[:8] = (len(LAYOUT.header)).to_bytes(8, "little")
+        ref = blob(memoryview(spaced))
+        await mailbox.put_if_absent(ref.key, spaced)
+        found = await exchange.examine(ref, LAYOUT, look)
+        assert found is not None
+        assert found[1] == b"\x11" * 32
+        assert seen == ["checked", "looked"]
+        assert await exchange.examine(blob(plain), LAYOUT, look) is None
+
+    asyncio.run(run())
+
+
+def test_an_error_of_looking_is_raised_and_nothing_is_held() -> None:
+    async def run() -> None:
+        async def look(payload: Payload) -> None:
+            raise ZeroDivisionError(payload.ref.key)
+
+        mailbox = gm.MemoryMailbox()
+        exchange = Exchange(mailbox, offload=inline, take=take)
+        data = LAYOUT.blank(take)
+        await mailbox.put_if_absent(blob(data).key, data)
+        with pytest.raises(ZeroDivisionError, match=blob(data).key):
+            await exchange.examine(blob(data), LAYOUT, look)
+
+    asyncio.run(run())
+
+
+def test_a_payload_is_complete_up_to_the_first_tensor_that_is_missing() -> None:
+    of = PayloadLayout(TensorSpec(name, "F32", (2,)) for name in "abc")
+    start = len(of.header)
+    assert [of.written(names) for names in ("", "b", "a", "ac", "ab", "abc")] == [
+        start,
+        start,
+        start + 8,
+        start + 8,
+        start + 16,
+        of.nbytes,
+    ]
+
+
+def test_what_is_hashed_early_is_what_is_hashed() -> None:
+    async def run() -> None:
+        exchange = Exchange(gm.MemoryMailbox(), offload=inline, take=take)
+        buffer = LAYOUT.blank(take)
+        sealing = Sealing(buffer, LAYOUT)
+        buffer[len(LAYOUT.header) : len(LAYOUT.header) + 32] = bytes(range(32))
+        await exchange.hash_written(sealing, {"w"})
+        assert sealing.hashed == len(LAYOUT.header) + 32
+        buffer[-8:] = b"finished"
+        sealed = await exchange.seal(sealing, partial(layout.round_blob_key, 1))
+        assert sealed.ref.sha256 == hashlib.sha256(buffer).hexdigest()
+
+    asyncio.run(run())
+
+
+class Keeping(gm.MemoryMailbox):
+    """Where payloads are never swept, so that every commit can be computed again."""
+
+    async def delete(self, keys: Any) -> None:
+        await super().delete(key for key in keys if key.startswith("leases/"))
+
+
+@pytest.mark.parametrize("compression", ["off", "zstd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("commit_dtype", [None, "F4"])
+def test_a_commit_is_hashed_while_it_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+    commit_dtype: str | None,
+    dtype: torch.dtype,
+    compression: Literal["off", "zstd"],
+) -> None:
+    """Tensor by tensor, with averaged buffers, which come last; the result is what it was."""
+    early: list[float] = []
+    hash_until = Sealing.hash_until
+
+    def spied(self: Sealing, stop: int) -> None:
+        early.append(stop / self.layout.nbytes)
+        hash_until(self, stop)
+
+    monkeypatch.setattr(committing, "PART", 1)
+    monkeypatch.setattr(Sealing, "hash_until", spied)
+    model, mailbox = torch.nn.Sequential(net(dtype=dtype), torch.nn.BatchNorm1d(3)), Keeping()
+    model.to(dtype)
+    algorithm = gm.DiLoCo(sync_every=4, fragments=2, commit_dtype=commit_dtype)
+    with gm.Session(
+        model,
+        algorithm=algorithm,
+        mailbox=mailbox,
+        callbacks=(),
+        compression=compression,
+        buffers="average",
+        **QUICK,
+    ) as session:
+        train_until(session, model, 6)
+    assert any(share < 1.0 for share in early) == (compression == "off")
+    report = asyncio.run(verify(mailbox, backend=TorchBackend(), swept=False))
+    assert report.holds, report
+    assert report.recomputed >= 6
