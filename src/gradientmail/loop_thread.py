@@ -1,6 +1,7 @@
 """A thread with an event loop, and threads for blocking work, that never keep a process alive."""
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Callable, Coroutine
@@ -9,6 +10,9 @@ from functools import partial
 from typing import Any, override
 
 from gradientmail.calls import PendingCall, start_daemon
+
+HASHES = 2 if (os.cpu_count() or 1) > 2 else 1
+"""Hashes at a time. Of two cores, a second one would only take one from the training."""
 
 
 class DaemonExecutor(ThreadPoolExecutor):
@@ -64,7 +68,7 @@ class LoopThread:
         # One thread for tensors: two that run many short operations fight for the interpreter's
         # lock, and take longer than one after the other. A hash is one long call without the lock.
         self._tensors = DaemonExecutor(1, f"{name}-tensors")
-        self._hashes = DaemonExecutor(2, f"{name}-hashes")
+        self._hashes = DaemonExecutor(HASHES, f"{name}-hashes")
         self.loop.set_default_executor(self._blocking)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
