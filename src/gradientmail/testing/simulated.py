@@ -46,14 +46,16 @@ class SimulatedMailbox(WrappedMailbox):
         """False is a partition: what is sent is lost, and what comes back, too."""
         self._random = random
         self._running = asyncio.Event()
-        self._running.set()
+        self.resume()
 
     def pause(self) -> None:
         """Stop every call of this node where it is."""
+        self._paused = True
         self._running.clear()
 
     def resume(self) -> None:
         """Let them go on."""
+        self._paused = False
         self._running.set()
 
     @override
@@ -61,11 +63,11 @@ class SimulatedMailbox(WrappedMailbox):
         """Send, act, bring the answer; one of the three may fail."""
         draw = self._random.random() / max(self.connection.failures, 1e-300)
         await self._way(call.sent)
-        if draw < 0.5 or not self._open:
+        if draw < 0.5 or self._paused or not self.connected:
             await self._hinder(call, lost=draw < 0.5)
         result = await act()
         await self._way(received_bytes(call, result))
-        if draw < 1 or not self._open:
+        if draw < 1 or self._paused or not self.connected:
             await self._hinder(call, lost=draw < 1)
         return result
 
@@ -74,10 +76,6 @@ class SimulatedMailbox(WrappedMailbox):
         link = self.connection
         jitter = link.jitter_seconds * self._random.random()
         return passing(link.latency_seconds + jitter + nbytes / link.bytes_per_second)
-
-    @property
-    def _open(self) -> bool:
-        return self.connected and self._running.is_set()
 
     async def _hinder(self, call: Call, *, lost: bool) -> None:
         """Wait while this node is stopped; fail when it is cut off, or the message ``lost``."""

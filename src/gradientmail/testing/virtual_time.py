@@ -39,45 +39,47 @@ class _Instant(selectors.BaseSelector):
     """The loop's selector: where a real one would block, it moves the time on to the next timer.
 
     The timers are kept here and not by the loop: they are most of what a simulated world is made
-    of, and pairs compare quicker than asyncio's handles. Those of one moment ring in the order in
-    which they were set.
+    of, and many are for one moment. Those ring in the order in which they were set.
     """
 
     def __init__(self, limit_seconds: float) -> None:
         self.now = 0.0
         self._limit_seconds = limit_seconds
         self._spins = 0
-        self._timers: list[tuple[float, int, _Timer]] = []
-        self._set = 0
+        self._moments: list[float] = []
+        """A heap of the keys of ``_timers``."""
+        self._timers: dict[float, list[_Timer]] = {}
         self._registered: dict[Any, selectors.SelectorKey] = {}
 
     def add(self, when: float, timer: _Timer) -> None:
         """Ring ``timer`` at ``when``, unless it is cancelled."""
-        self._set += 1
-        heappush(self._timers, (when, self._set, timer))
+        timers = self._timers.get(when)
+        if timers is None:
+            self._timers[when] = [timer]
+            heappush(self._moments, when)
+        else:
+            timers.append(timer)
 
     @override
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        timers, began = self._timers, self.now
+        began = self.now
         if timeout is None:
             self._move_on()
         self._spins = self._spins + 1 if self.now == began else 0
         if self._spins > SPIN_LIMIT:
             self._spins = 0  # so that the tasks can still be cancelled
             raise VirtualTimeError(f"the program spins at {self.now:g} virtual seconds")
-        due: list[_Timer] = []  # not those that these set: they may do so for ever
-        while timers and timers[0][0] <= self.now:
-            due.append(heappop(timers)[2])
-        for timer in due:
-            _ring(timer)
+        if self._moments and self._moments[0] <= self.now:
+            # One moment only, and not what its timers set for it again: they may do so for ever.
+            for timer in self._timers.pop(heappop(self._moments)):
+                _ring(timer)
         return []
 
     def _move_on(self) -> None:
         """To the next timer."""
-        timers = self._timers
-        while timers and _is_over(timers[0][2]):
-            heappop(timers)
-        when = timers[0][0] if timers else math.inf
+        while self._moments and all(map(_is_over, self._timers[self._moments[0]])):
+            del self._timers[heappop(self._moments)]
+        when = self._moments[0] if self._moments else math.inf
         if when == math.inf:
             raise Deadlock(
                 f"nothing is ready and no timer is set at {self.now:g} virtual seconds: every task "
@@ -226,6 +228,7 @@ class _ClockTimer:
             self._clock._over.append(self)
         elif self._callback is not None:
             callback, self._callback = self._callback, None
+            del self.handle  # which holds this in turn: worlds run without the garbage collector
             callback()
 
     def cancel(self) -> None:
