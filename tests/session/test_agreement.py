@@ -377,7 +377,8 @@ def test_overlap_steps_zero_is_a_barrier() -> None:
     memory = gm.MemoryMailbox()
     algorithm = gm.DiLoCo(sync_every=3, fragments=1, in_flight=1, overlap_steps=0, quorum_size=2)
     held: list[list[dict[str, torch.Tensor]]] = [[], []]
-    ready = threading.Barrier(2, timeout=90)
+    # Who lags behind would publish early, when the other has.
+    lockstep = threading.Barrier(2, timeout=90)
 
     def life(i: int) -> Callable[[], None]:
         def run() -> None:
@@ -385,10 +386,10 @@ def test_overlap_steps_zero_is_a_barrier() -> None:
             with gm.Session(
                 model, algorithm=algorithm, mailbox=memory, learner_id=f"n{i}", **QUICK
             ) as session:
-                ready.wait()  # who closes a round looks for leases first
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
                 for step in range(12):
                     train_step(model, optimizer, 100 * i + step)
+                    lockstep.wait()
                     session.step(samples=6)
                     if (step + 1) % 3 == 0:
                         assert session.rounds_seen == step // 3
