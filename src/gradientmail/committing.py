@@ -1,12 +1,12 @@
 """One commit: the outer step written where the payloads lie, then payloads, then the record."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from gradientmail.algorithm.outer import FragmentState, outer_steps
-from gradientmail.algorithm.precision import scale_name
+from gradientmail.algorithm.precision import outer_specs, theta_specs, update_specs
 from gradientmail.backend.base import Array, Backend
 from gradientmail.clock import Offload
 from gradientmail.collecting import Collector
@@ -64,14 +64,15 @@ class Committer:
     async def merge(self, collector: Collector, state: Held) -> Blanks:
         """The outer step, hashed as it goes on; afterwards the contributions are let go."""
         step = await self._offload(self._prepare, collector, state)
-        done: list[TensorSpec] = []
+        written = {name: set[str]() for name in step.sealings}
         overflowed: list[str] = []
         for take_step, specs in step.parts:
             _, beyond = await asyncio.gather(
-                self._hash_written(step.sealings, done), self._offload(take_step, specs)
+                self._hash_written(step.sealings, written), self._offload(take_step, specs)
             )
-            done += specs
             overflowed += beyond
+            more = self._written_by(specs)
+            written = {name: names | more[name] for name, names in written.items()}
         collector.release()
         return Blanks(step.sealings, step.cosine, tuple(sorted(overflowed)))
 
@@ -116,17 +117,24 @@ class Committer:
         return _Step(sealings, merged.cosine, parts)
 
     async def _hash_written(
-        self, sealings: Mapping[str, Sealing], done: Sequence[TensorSpec]
+        self, sealings: Mapping[str, Sealing], written: Mapping[str, Container[str]]
     ) -> None:
         """Hash what the step has finished, while it works on what comes next."""
-        names = [spec.name for spec in done]
-        written = {
-            "theta": set(names),
-            "outer": {f"{kind}.{name}" for kind in ("momentum", "master") for name in names},
-            "update": {*names, *map(scale_name, names)},
-        }
         hashing = self._exchange.hash_written
         await asyncio.gather(*(hashing(one, written[name]) for name, one in sealings.items()))
+
+    def _written_by(self, specs: Sequence[TensorSpec]) -> dict[str, set[str]]:
+        """The tensors of each payload that a step over these parameters writes, and no others.
+
+        A parameter may have the name that another one's scales would have, were there any.
+        """
+        dtype = self._run.algorithm.commit_dtype
+        payloads = {
+            "theta": theta_specs(specs),
+            "outer": outer_specs(specs, commit_dtype=dtype),
+            "update": update_specs(specs, dtype),
+        }
+        return {name: {spec.name for spec in found} for name, found in payloads.items()}
 
     def _blanks(self, collector: Collector, state: Held) -> dict[str, Sealing]:
         """Where the commit is written: over what it uses up, if nobody else looks at that.
@@ -212,10 +220,13 @@ class Committer:
 def _parts(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
     """The tensors in order, some at a time: a step that is long enough to hash meanwhile."""
     part: list[TensorSpec] = []
+    count = 0
     for spec in specs:
         part.append(spec)
-        if sum(one.count for one in part) >= PART:
+        count += spec.count
+        if count >= PART:
             yield part
             part = []
+            count = 0
     if part:
         yield part

@@ -5,6 +5,7 @@ import hashlib
 from functools import partial
 from typing import Any, Literal, cast
 
+import numpy as np
 import pytest
 import torch
 from tests.exchange.wire import take
@@ -12,6 +13,7 @@ from tests.session.models import QUICK, net, train_until
 
 import gradientmail as gm
 from gradientmail import committing
+from gradientmail.backend.numpy import NumpyBackend
 from gradientmail.backend.torch import TorchBackend
 from gradientmail.clock import inline
 from gradientmail.errors import PayloadCorrupt
@@ -181,3 +183,63 @@ def test_a_commit_is_hashed_while_it_is_made(
     report = asyncio.run(verify(mailbox, backend=TorchBackend(), swept=False))
     assert report.holds, report
     assert report.recomputed >= 6
+
+
+def test_only_what_is_written_is_hashed_whatever_the_parameters_are_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A parameter may have the name of another one's scales or state; without scales, any."""
+    monkeypatch.setattr(committing, "PART", 1)
+    names = ("x", "x.scale", "momentum.x", "master.x", "x.scale.scale", "é", "")
+    model: dict[str, Any] = {name: np.ones(9, np.float32) for name in names}
+    mailbox = Keeping()
+    algorithm = gm.DiLoCo(
+        sync_every=2, fragments=1, in_flight=1, overlap_steps=0, commit_dtype="F16"
+    )
+    with gm.Session(model, algorithm=algorithm, mailbox=mailbox, callbacks=(), **QUICK) as session:
+        while session.rounds_seen < 3:
+            for array in model.values():
+                np.subtract(array, 0.01 * (session.rounds_seen + 2), out=array, casting="same_kind")
+            session.step(samples=1)
+    report = asyncio.run(verify(mailbox, backend=NumpyBackend(), swept=False))
+    assert report.holds, report
+    assert report.recomputed >= 3
+
+
+def test_the_parts_of_a_step_are_made_in_a_time_that_grows_with_the_tensors() -> None:
+    """By the times that a tensor's elements are counted, each of which takes a while."""
+    counted = 0
+
+    class Counted:
+        @property
+        def count(self) -> int:
+            nonlocal counted
+            counted += 1
+            return committing.PART // 100
+
+    specs = [cast(TensorSpec, Counted()) for _ in range(1000)]
+    parts = list(committing._parts(specs))
+    assert [spec for part in parts for spec in part] == specs
+    assert {len(part) for part in parts[:-1]} == {101}
+    assert counted == 1000
+
+
+def test_how_a_payload_is_stored_is_what_its_key_says() -> None:
+    """Plain bytes under a key of compressed ones are damage to whoever fetches them: here, too."""
+
+    async def run() -> None:
+        async def look(payload: Payload) -> None:
+            raise AssertionError(payload.ref.key)
+
+        mailbox = gm.MemoryMailbox()
+        exchange = Exchange(mailbox, offload=inline, take=take)
+        data = LAYOUT.blank(take)
+        sha = hashlib.sha256(data).hexdigest()
+        ref = Ref(layout.round_blob_key(1, sha, ".safetensors.zst"), sha, data.nbytes)
+        await mailbox.put_if_absent(ref.key, data)
+        with pytest.raises(PayloadCorrupt):
+            await exchange.fetch(ref, LAYOUT)
+        with pytest.raises(PayloadCorrupt):
+            await exchange.examine(ref, LAYOUT, look)
+
+    asyncio.run(run())

@@ -201,7 +201,8 @@ class Exchange:
             stored = await self._stored(ref, payload_layout)
             if stored is None:
                 return None
-            if ref.size == payload_layout.nbytes and payload_layout.matches(stored):
+            plain = not ref.key.endswith(ZSTD)
+            if plain and ref.size == payload_layout.nbytes and payload_layout.matches(stored):
                 payload = Payload(ref, stored, payload_layout.slots)
                 looking = asyncio.ensure_future(look(payload))
                 try:
