@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradientmail.backend.torch import ROW, TorchBackend
+from gradientmail.backend.torch import ROW, ROWS_FROM, TorchBackend
 from gradientmail.backend.torch_chunks import CHUNK
 
 BACKEND = TorchBackend()
@@ -18,6 +18,16 @@ def test_products_outside_fp32_of_both_signs() -> None:
     expected = float(x[0].double()) ** 2 * (first - second)
     assert BACKEND.dot(x, y) == pytest.approx(expected, rel=1e-9, abs=0.0)
     assert BACKEND.dot_squares(x, y)[0] == pytest.approx(expected, rel=1e-9, abs=0.0)
+
+
+@pytest.mark.parametrize("count", [ROWS_FROM, ROWS_FROM + 5, 2**20])
+def test_rows_are_as_exact_as_stated(count: int) -> None:
+    draw = torch.Generator().manual_seed(count)
+    x, y = torch.randn(count, generator=draw), torch.randn(count, generator=draw)
+    square, length = float(y.double().square().sum()), float(x.double().norm() * y.double().norm())
+    dot = float(x.double() @ y.double())
+    assert BACKEND.sum_of_squares(y) == pytest.approx(square, rel=3e-9, abs=0.0)
+    assert BACKEND.dot_squares(x, y) == pytest.approx((dot, square), rel=3e-9, abs=3e-9 * length)
 
 
 @pytest.mark.parametrize("value", [0.1, 1e-14, 1.8669323921203613])

@@ -32,7 +32,9 @@ CHUNK = 31 * 1024
 
 def pieces(x: Tensor) -> Sequence[Tensor]:
     """Flat pieces of a contiguous array, in order; none of an empty one."""
-    return x.view(-1).split(CHUNK) if x.numel() else ()
+    if x.numel() <= CHUNK:  # cutting costs more than adding two small arrays does
+        return (x.view(-1),) if x.numel() else ()
+    return x.view(-1).split(CHUNK)
 
 
 def chunks(*arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
