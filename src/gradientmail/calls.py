@@ -28,7 +28,12 @@ class PendingCall[T]:
         try:
             result = work()
         except BaseException as error:
-            self.future.set_exception(error)
+            future = self.future
+            # The error has this frame. It must lead neither to what was passed nor back to itself:
+            # large buffers would wait for the garbage collector.
+            del work, self
+            future.set_exception(error)
+            del future
         else:
             # Before anybody hears of the end: what was passed is not looked at any more.
             del work

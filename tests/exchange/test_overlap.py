@@ -1,7 +1,10 @@
 """What goes on at the same time: hashing what is written or looked at, never what may change."""
 
 import asyncio
+import contextlib
+import gc
 import hashlib
+import weakref
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -15,12 +18,14 @@ import gradientmail as gm
 from gradientmail import committing
 from gradientmail.backend.numpy import NumpyBackend
 from gradientmail.backend.torch import TorchBackend
+from gradientmail.calls import PendingCall
 from gradientmail.clock import inline
 from gradientmail.errors import PayloadCorrupt
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange, Payload, Sealing
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Ref
+from gradientmail.loop_thread import LoopThread
 from gradientmail.schema import TensorSpec
 from gradientmail.verification import verify
 
@@ -243,3 +248,52 @@ def test_how_a_payload_is_stored_is_what_its_key_says() -> None:
             await exchange.examine(ref, LAYOUT, look)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("where", ["check", "look"])
+def test_no_payload_waits_for_the_garbage_collector_after_an_error(where: str) -> None:
+    thread = LoopThread("errors")
+
+    async def look(payload: Payload) -> None:
+        seen.append(weakref.ref(payload))
+        if where == "look":
+            await thread.offload(ZeroDivisionError().with_traceback, cast(Any, payload))
+
+    async def examine() -> None:
+        with contextlib.suppress(PayloadCorrupt, TypeError):
+            await exchange.examine(ref, LAYOUT, look)
+
+    seen: list[weakref.ref[Payload]] = []
+    mailbox = gm.MemoryMailbox()
+    exchange = Exchange(mailbox, offload=thread.hash, take=take)
+    data = LAYOUT.blank(take)
+    ref = blob(data, b"another" if where == "check" else None)
+    thread.call(mailbox.put_if_absent(ref.key, data))
+    gc.disable()
+    try:
+        thread.call(examine())
+        thread.stop(60.0)
+        assert [one() for one in seen] == [None]
+    finally:
+        gc.enable()
+
+
+def test_a_call_that_fails_lets_go_of_what_was_passed() -> None:
+    class Large:
+        pass
+
+    def fail(large: Large) -> None:
+        del large
+        raise ZeroDivisionError
+
+    large = Large()
+    seen = weakref.ref(large)
+    call = PendingCall(partial(fail, large))
+    gc.disable()
+    try:
+        call.run()
+        del large
+        assert isinstance(call.future.exception(), ZeroDivisionError)
+        assert seen() is None
+    finally:
+        gc.enable()

@@ -210,7 +210,10 @@ class Exchange:
                 finally:
                     await asyncio.gather(looking, return_exceptions=True)
                 self._held[ref.key] = payload
-                return payload, looking.result()
+                try:
+                    return payload, looking.result()
+                finally:
+                    del looking  # an error has this frame, and would hold itself and the payload
             payload = await self._open(stored, ref, payload_layout)
         return payload, await look(payload)
 
