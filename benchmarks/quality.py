@@ -2,6 +2,7 @@
 
     uv run benchmarks/quality.py                 all studies, some five minutes of one core
     uv run benchmarks/quality.py --study merge   one of them
+    uv run benchmarks/quality.py --study transformer   the main ones with a transformer, ten minutes
     uv run benchmarks/quality.py --results FILE --report docs/quality.svg
 
 A small byte model on the text of ``examples/byte_lm.py``. The learners train in one process
@@ -18,13 +19,13 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from quality_model import ByteModel, Stack, draw
+from quality_model import ByteModel, OneByOne, Stack, draw
 from quality_plot import plot
 
 import gradientmail as gm
@@ -39,14 +40,35 @@ from gradientmail.node import planned
 from gradientmail.run import Fragment, arrays_over
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import byte_lm
 from byte_lm import PARTS, source_text
 
-BATCH, LEARNING_RATE, WARMUP = 32, 4e-3, 0.05
+LEARNING_RATE, WARMUP = 4e-3, 0.05
 STEPS = 3600
 """Batches that all learners of a run take together: each of M takes ``STEPS / M``."""
 SEEDS = (0, 1, 2)
 FRAGMENTS = 4
 BACKEND = TorchBackend()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model, windows of text for it, and what trains many of them."""
+
+    new_model: Callable[[], torch.nn.Module]
+    draw: Callable[[torch.Tensor, int, torch.Generator], torch.Tensor]
+    training: Callable[[list[Any]], Stack | OneByOne]
+    batch: int
+    held_out: int
+
+
+KINDS = {
+    "mlp": Kind(ByteModel, draw, Stack, batch=32, held_out=16384),
+    # 31,000 parameters: one block, with a head over the last 64 bytes.
+    "transformer": Kind(
+        functools.partial(byte_lm.ByteModel, 32, 1), byte_lm.draw, OneByOne, batch=8, held_out=1024
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -63,6 +85,7 @@ class Case:
     commit_dtype: str | None = None
     overlap: int = 0
     mixing: float = 0.0
+    model: str = "mlp"
 
     def algorithm(self) -> gm.DiLoCo:
         """The options that the library takes."""
@@ -100,6 +123,18 @@ STUDIES: dict[str, list[Case]] = {
         for lr in (0.7, 1.0, 1.4)
         for merge in ("rda", "mean")
     ],
+    "transformer": [
+        replace(case, learners=m, model="transformer")
+        for m in (2, 4)
+        for case in (
+            replace(BASE, reference=True),
+            BASE,
+            replace(BASE, merge="mean"),
+            replace(BASE, outer_lr=1.0),
+            replace(BASE, outer_momentum=0.9),
+            replace(BASE, delta_dtype="F4", commit_dtype="F4"),
+        )
+    ],
 }
 VARIED = {
     "learners": ("merge",),
@@ -108,6 +143,7 @@ VARIED = {
     "overlap": ("overlap", "mixing"),
     "outer": ("outer_lr", "outer_momentum"),
     "merge": ("merge", "outer_lr"),
+    "transformer": ("merge", "outer_lr", "outer_momentum", "delta_dtype", "commit_dtype"),
 }
 """What the cases of a study differ in, besides the number of learners."""
 
@@ -121,14 +157,15 @@ class Learner:
     def __init__(self, case: Case, index: int, seed: int) -> None:
         """All learners of a seed begin with the same parameters."""
         torch.manual_seed(seed)
-        self.model = ByteModel()
+        self.kind = KINDS[case.model]
+        self.model = self.kind.new_model()
         self.parameters = BACKEND.bind(self.model)
         self.generator = torch.Generator().manual_seed(1000 * seed + index)
         self.text = torch.cat([text_of(part) for part in range(index, PARTS, case.learners)])
 
     def batch(self) -> torch.Tensor:
         """The next batch of its own text."""
-        return draw(self.text, BATCH, self.generator)
+        return self.kind.draw(self.text, self.kind.batch, self.generator)
 
     def copy_of(self, fragment: Fragment) -> dict[str, Array]:
         """The parameters of a fragment at this moment."""
@@ -182,7 +219,7 @@ class Exchange:
         fragment, algorithm = self.fragments[number], self.algorithm
         fold = Fold(algorithm.merge, fragment.specs, BACKEND, HOST.take)
         for learner in self.learners:
-            fold.add(self.delta(learner, number), contribution_weight(BATCH, 1))
+            fold.add(self.delta(learner, number), contribution_weight(learner.kind.batch, 1))
         new = FragmentState(blank(fragment, "theta"), blank(fragment, "outer"))
         OuterStep(algorithm.outer_lr, algorithm.outer_momentum, algorithm.commit_dtype)(
             BACKEND,
@@ -220,7 +257,7 @@ def train(case: Case) -> list[float]:
     runs = [[Learner(case, index, seed) for index in range(case.learners)] for seed in SEEDS]
     # Data parallelism: of batches of one size, the mean gradient is that of one large batch.
     training = [run[0] for run in runs] if case.reference else [one for run in runs for one in run]
-    stack = Stack([learner.model for learner in training])
+    stack = KINDS[case.model].training([learner.model for learner in training])
     exchanges = [] if case.reference else [Exchange(case, run) for run in runs]
     steps = STEPS // case.learners
     for step in range(1, steps + 1):
@@ -232,18 +269,23 @@ def train(case: Case) -> list[float]:
             exchange.after_step(step)
     for exchange in exchanges:
         exchange.finish()
-    return [held_out_loss(run[0].model) for run in runs]
+    return [held_out_loss(run[0]) for run in runs]
 
 
 @torch.no_grad()
-def held_out_loss(model: ByteModel) -> float:
+def held_out_loss(learner: Learner) -> float:
     """Bits per byte on text that nobody trained on."""
-    return float(model(draw(text_of(None), 16384, torch.Generator().manual_seed(0))))
+    kind, generator = learner.kind, torch.Generator().manual_seed(0)
+    return float(learner.model(kind.draw(text_of(None), kind.held_out, generator)))
 
 
 def cases(study: str | None) -> Iterator[Case]:
-    """What is to run, each case once, although several studies may have it."""
-    chosen = [case for name, found in STUDIES.items() if study in (None, name) for case in found]
+    """What is to run, each case once, although several studies may have it.
+
+    Transformers take longer than all else, and run when they are asked for.
+    """
+    wanted = [study] if study else [name for name in STUDIES if name != "transformer"]
+    chosen = [case for name in wanted for case in STUDIES[name]]
     yield from dict.fromkeys(chosen)
 
 

@@ -74,6 +74,26 @@ class Stack:
         return torch.baddbmm(bias[:, None], x, weight.mT)
 
 
+class OneByOne:
+    """The same for models of any kind, each computed by itself."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Their own optimizer, for all of them."""
+        self.models = models
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        self.optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.99), fused=True)
+
+    def step(self, windows: Tensor, learning_rate: float) -> None:
+        """An optimizer step of every model on its own windows."""
+        self.optimizer.zero_grad()
+        for model, own in zip(self.models, windows, strict=True):
+            model(own).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+
+
 def clip(gradients: Sequence[Tensor], norm: float) -> None:
     """Scale each model's gradient down to ``norm``, as ``clip_grad_norm_`` does for one model."""
     squares = torch.stack([g.flatten(1).square().sum(dim=1) for g in gradients])
