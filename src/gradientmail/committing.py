@@ -11,7 +11,7 @@ from gradientmail.backend.base import Array, Backend
 from gradientmail.clock import Offload
 from gradientmail.collecting import Collector
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, Sealing
+from gradientmail.exchange.exchange import Exchange, Payload, Sealing, all_stored
 from gradientmail.exchange.records import Estimates, RoundRecord, Update
 from gradientmail.holding import Held
 from gradientmail.run import Run, arrays_over, payload_arrays
@@ -182,13 +182,7 @@ class Committer:
 
         # The largest first: its transfer ends last.
         names = sorted(sealings, key=lambda name: -sealings[name].layout.nbytes)
-        sent = await asyncio.gather(*map(send, names), return_exceptions=True)
-        payloads: dict[str, Payload] = {}
-        for name, result in zip(names, sent, strict=True):
-            if isinstance(result, BaseException):
-                raise result
-            payloads[name] = result
-        return payloads
+        return dict(zip(names, await all_stored(map(send, names)), strict=True))
 
     def _record(
         self,

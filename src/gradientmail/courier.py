@@ -21,6 +21,9 @@ from gradientmail.joining import rounds_held
 from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
 from gradientmail.watch import Signal, Watch
 
+REPLACEMENTS = 4
+"""How often a snapshot is put in the place of one that counts nothing. A store may not delete."""
+
 
 class Courier:
     """Carries between the learner's handoff and the mailbox. Used on the loop's thread."""
@@ -169,15 +172,17 @@ class Courier:
             final=outgoing.final,
             payload=payload.ref,
         )
-        data: bytes | None = record.to_bytes()
-        while not await self._exchange.put_snapshot(record):
+        data: bytes | None = None
+        for _ in range(REPLACEMENTS):
+            if await self._exchange.put_snapshot(record):
+                data = record.to_bytes()
+                break
             # One is there: this attempt's, its answer lost, or an earlier process's of this id.
             data = await self._exchange.snapshot(outgoing.round, self._learner)
             if not healthy or data is None or await self._counts(outgoing, data):
                 break
             # It counts nothing, so that the round may wait for ever for a contribution.
             await self._exchange.delete((record.key,))
-            data = record.to_bytes()
         if self._watch.next_round <= outgoing.round:
             # Only now: the syncer may write over it, and nothing is uploaded again from here on.
             self._exchange.deltas[outgoing.round] = payload

@@ -102,6 +102,8 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+        finally:
+            del future  # an error has this frame, and would hold itself
 
     def is_alive(self) -> bool:
         """Whether the thread runs; in a forked child it does not."""

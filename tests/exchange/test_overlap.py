@@ -22,7 +22,7 @@ from gradientmail.calls import PendingCall
 from gradientmail.clock import inline
 from gradientmail.errors import PayloadCorrupt
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, Sealing
+from gradientmail.exchange.exchange import Exchange, Payload, Sealing, all_stored
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Ref
 from gradientmail.loop_thread import LoopThread
@@ -295,5 +295,33 @@ def test_a_call_that_fails_lets_go_of_what_was_passed() -> None:
         del large
         assert isinstance(call.future.exception(), ZeroDivisionError)
         assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_an_upload_that_fails_lets_go_of_the_others() -> None:
+    seen: list[weakref.ref[Payload]] = []
+
+    async def stored() -> Payload:
+        data = LAYOUT.blank(take)
+        payload = Payload(blob(data), data, LAYOUT.slots)
+        seen.append(weakref.ref(payload))
+        return payload
+
+    async def failed() -> Payload:
+        await asyncio.sleep(0)
+        raise ZeroDivisionError
+
+    async def run() -> None:
+        with pytest.raises(ZeroDivisionError):
+            await all_stored((failed(), stored()))
+        assert await all_stored(()) == []
+        both = await all_stored((stored(), stored()))
+        assert [payload.data("w").nbytes for payload in both] == [32, 32]
+
+    gc.disable()
+    try:
+        asyncio.run(run())
+        assert [one() for one in seen] == [None] * 3
     finally:
         gc.enable()

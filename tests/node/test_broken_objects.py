@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, override
+from typing import Any, cast, override
 
 import pytest
 from tests.node.history import check_history, records
 from tests.node.worlds import World, delta_payload, happened, plant_snapshot
 
 from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.courier import REPLACEMENTS
 from gradientmail.errors import ProtocolError
 from gradientmail.events import LearnerLost, TaskFailed
+from gradientmail.exchange.layout import snapshot_key
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 from gradientmail.testing.virtual_time import run_virtual
@@ -46,6 +48,53 @@ def test_a_learner_replaces_a_snapshot_of_its_former_life_that_cannot_be_merged(
         await again.train(30)
         assert archive.rounds() >= number + 8
         await again.close()
+
+    run_virtual(main, limit_seconds=900)
+
+
+class Retaining(WrappedMailbox):
+    """Keeps every snapshot, whoever deletes it, and tells which ones were to be made."""
+
+    @override
+    def __init__(self, inner: Mailbox) -> None:
+        super().__init__(inner)
+        self.made: list[str] = []
+
+    @override
+    async def around[T](self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
+        if call.operation == "put_if_absent":
+            self.made.append(call.key)
+        if call.operation == "delete" and call.key.startswith("snapshots/"):
+            return cast(T, None)
+        return await act()
+
+
+def test_a_snapshot_that_cannot_be_replaced_is_given_up() -> None:
+    """A store may keep what it is told to delete: the learner goes on with the next round."""
+
+    async def main() -> None:
+        world, boxes = World(ALGORITHM), list[Retaining]()
+
+        def retaining(inner: Mailbox) -> Mailbox:
+            boxes.append(Retaining(inner))
+            return boxes[-1]
+
+        first = world.node("a", wrap=retaining)
+        await first.join()
+        await first.train(9)
+        await first.close()
+        number, archive = world.archive.rounds(), world.archive
+        plant_snapshot(archive, number, "a", delta_payload(archive, number % 2), base_version=0)
+        nodes = [world.node("b", wrap=retaining), world.node("a", wrap=retaining)]
+        for node in nodes:
+            await node.join()
+        await asyncio.gather(*(node.train(30) for node in nodes))
+        assert boxes[2].made.count(snapshot_key(number, "a")) == REPLACEMENTS
+        learners = [[p["learner"] for p in record["participants"]] for record in records(archive)]
+        assert learners[number] == ["b"]
+        assert learners[number + 1 :].count(["a", "b"]) >= 5
+        for node in nodes:
+            await node.kill()
 
     run_virtual(main, limit_seconds=900)
 

@@ -10,7 +10,16 @@ nothing is downloaded twice and two users of one version share one buffer.
 
 import asyncio
 import hashlib
-from collections.abc import Buffer, Callable, Container, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Buffer,
+    Callable,
+    Container,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
@@ -379,10 +388,13 @@ def _open(
         raise PayloadCorrupt(f"{ref.key}: {error}") from None
 
 
-async def store_all(exchange: Exchange, sealed: Sequence[Sealed]) -> list[Payload]:
-    """Store several payloads at once; the first failure is raised, when all have ended."""
-    results = await asyncio.gather(*(exchange.store(one) for one in sealed), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if isinstance(result, Payload)]
+async def all_stored(storing: Iterable[Awaitable[Payload]]) -> list[Payload]:
+    """What several uploads give, when all have ended; the first failure is raised then."""
+    results = await asyncio.gather(*storing, return_exceptions=True)
+    failure = next((result for result in results if isinstance(result, BaseException)), None)
+    try:
+        if failure is not None:
+            raise failure
+        return [result for result in results if not isinstance(result, BaseException)]
+    finally:
+        del results, failure  # an error has this frame, and would hold itself and the payloads
