@@ -62,6 +62,7 @@ class Simulation:
         for life in self.lives:
             life.peers = self.lives
         self._random = Random(f"vandal {plan.seed}")
+        self._planted_bytes = 0
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -132,6 +133,7 @@ class Simulation:
                     number = len(self.recording.records)
                     for key, data in vandalism(self.recording.run, number, self._random).items():
                         self.recording.plant(key, data)
+                        self._planted_bytes += len(data)
             case "not_finite":
                 life.spoil()
 
@@ -147,8 +149,9 @@ class Simulation:
         That node makes some calls, and trains until its next snapshot is due; whoever died is
         waited for as long as his lease is trusted, which may begin anew when he is met for the
         first time; the closer's role is taken over; a call that failed is repeated after the
-        longest pause. A delta that is not finite counts nothing: what was in flight then,
-        ``in_flight`` snapshots at most, is trained for again.
+        longest pause; what a vandal has planted in the round is read twice, perhaps slowly. A delta
+        that is not finite counts nothing: what was in flight then, ``in_flight`` snapshots at most,
+        is trained for again.
         """
         plan, recording = self.plan, self.recording
         fragments = len(recording.run.fragments) if recording.run is not None else 1
@@ -168,6 +171,7 @@ class Simulation:
         if twins or len(plan.nodes) > 1:  # one alone finds its own claim again
             waits += 2 * plan.lease_timeout + takeover
         repairs = sum(fault.kind == "not_finite" for fault in plan.faults)
+        waits += 2 * self._planted_bytes / min(one.bytes_per_second for one in links)
         training = (gap + 1 + gap * plan.algorithm.in_flight * repairs) * step
         return training + waits / slow + (RETRY_SECONDS if self._may_fail() else 0.0)
 
