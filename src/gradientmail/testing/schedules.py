@@ -28,6 +28,8 @@ CALM_SECONDS = 12.0
 """Nothing more is committed by nodes that do not train and have had nothing to do for so long."""
 RETRY_SECONDS = 60.0
 """Two of the longest pauses between tries: one ends, and the try after it fails too."""
+CALL_BYTES = 500
+"""What a call moves, on average: records have some 700 bytes, most answers none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,10 @@ class Simulation:
             timings = (known.step, known.quorum, known.sync)
             takeover = max(takeover, 3 * sum(value or 0.0 for value in timings))
         links = [one.connection for one in plan.nodes]
-        calls = 40 * max(one.latency_seconds + one.jitter_seconds for one in links)
+        calls = 40 * max(
+            one.latency_seconds + one.jitter_seconds + CALL_BYTES / one.bytes_per_second
+            for one in links
+        )
         waits = 10 * plan.poll_interval + calls
         twins = any(fault.kind == "twin" for fault in plan.faults)
         if twins or len(plan.nodes) > 1:  # one alone finds its own claim again
