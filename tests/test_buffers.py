@@ -2,6 +2,8 @@
 
 import ctypes
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from gradientmail import buffers
-from gradientmail.buffers import PAGE, SMALL, BufferPool, Shown
+from gradientmail.buffers import PAGE, SMALL, BufferPool, show
 
 BIG = 2 * SMALL
 
@@ -185,17 +187,29 @@ def test_the_pool_does_not_grow_while_sizes_recur() -> None:
 
 def test_what_is_shown_is_read_only_and_known_to_end() -> None:
     memory = memoryview(bytearray(b"hello"))
-    shown = Shown(memory)
-    view = memoryview(shown)
+    view, ended = show(memory)
     part = view[1:3]
     assert view.readonly
     assert bytes(part) == b"el"
-    assert not shown.ended
+    assert not ended()
     del view
-    assert not shown.ended
+    assert not ended()
     del part
-    assert shown.ended
+    assert ended()
     memory[0] = 0  # the owner's own view is as it was
+
+
+def test_what_is_shown_may_outlive_its_class_in_silence() -> None:
+    """At the interpreter's end all may go at once, the class before the view."""
+    script = (
+        "from gradientmail import buffers\n"
+        "view, _ = buffers.show(memoryview(bytearray(9)))\n"
+        "buffers._Shown.held = [view]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=110
+    )
+    assert done.stderr == ""
 
 
 def warm_bytes(pool: BufferPool) -> int:

@@ -90,23 +90,25 @@ class _Block:
         return nbytes - left
 
 
-class Shown:
-    """Stands for a buffer towards others, and knows when none of them looks at it any more."""
+class _Shown:
+    """Gives views of ``memory``, each of which holds it."""
 
-    __slots__ = ("_memory", "ended")
+    __slots__ = ("__weakref__", "_memory")
 
     def __init__(self, memory: memoryview) -> None:
-        """Show ``memory``, read-only: ``memoryview(self)`` gives a view of it, once."""
-        self._memory = memory.toreadonly()
-        self.ended = False
-        """Whether the view that was given, and all that were made from it, are gone."""
+        self._memory = memory
 
+    # No ``__release_buffer__``: in the interpreter's last collection the class may go before a view
+    # does, which would then ask for it in vain, and say so.
     def __buffer__(self, flags: int, /) -> memoryview:
         return memoryview(self._memory)
 
-    def __release_buffer__(self, view: memoryview, /) -> None:
-        view.release()
-        self.ended = True
+
+def show(memory: memoryview) -> tuple[memoryview, Callable[[], bool]]:
+    """A read-only view for others, and what tells whether it and all made from it are gone."""
+    shown = _Shown(memory.toreadonly())
+    found = ref(shown)
+    return memoryview(shown), lambda: found() is None
 
 
 class _Lease(int):

@@ -17,7 +17,7 @@ from tests.s3 import servers
 from tests.s3.fault_proxy import Fault, FaultProxy, Message
 
 import gradientmail as gm
-from gradientmail.buffers import Shown
+from gradientmail.buffers import show
 from gradientmail.mailbox import s3, s3_parts, s3_requests, s3_transfers
 from gradientmail.mailbox.s3 import S3Mailbox
 from gradientmail.testing.mailbox_races import content, holds
@@ -131,9 +131,11 @@ def test_nobody_looks_at_the_buffer_afterwards(
     box = S3Mailbox("tests", prefix, endpoint_url=moto, region="us-east-1", max_concurrency=width)
 
     async def main() -> None:
-        shown = Shown(memoryview(data))
-        assert await box.put_if_absent(key, memoryview(shown)) is True
-        assert shown.ended
+        view, ended = show(memoryview(data))
+        storing = box.put_if_absent(key, view)
+        del view
+        assert await storing is True
+        assert ended()
         found = await box.get(key)
         assert holds(found, data)
         if size != "small":

@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
 
-from gradientmail.buffers import Shown
+from gradientmail.buffers import show
 from gradientmail.clock import Offload
 from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.exchange import compression, layout
@@ -163,10 +163,12 @@ class Exchange:
 
     async def store(self, sealed: Sealed) -> Payload:
         """Put the payload. Its key holds its hash, so that finding it there is success too."""
-        shown = Shown(sealed.stored)
-        await self.mailbox.put_if_absent(sealed.ref.key, memoryview(shown))
+        view, ended = show(sealed.stored)
+        storing = self.mailbox.put_if_absent(sealed.ref.key, view)
+        del view
+        await storing
         payload = self.hold(sealed.ref, sealed.buffer, sealed.layout)
-        payload.sole = shown.ended
+        payload.sole = ended()
         return payload
 
     def hold(self, ref: Ref, buffer: memoryview, payload_layout: PayloadLayout) -> Payload:
@@ -373,10 +375,7 @@ def _check(stored: memoryview, ref: Ref) -> None:
 
 
 def _open(
-    stored: memoryview,
-    ref: Ref,
-    payload_layout: PayloadLayout,
-    take: Callable[[int], memoryview],
+    stored: memoryview, ref: Ref, payload_layout: PayloadLayout, take: Callable[[int], memoryview]
 ) -> Payload:
     """Check stored bytes against their ref, decompress, check the tensors."""
     _check(stored, ref)
