@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.exchange.wire import take
-from tests.session.models import QUICK, net, train_until
+from tests.session.models import QUICK, Keeping, net, train_until
 
 import gradientmail as gm
 from gradientmail import committing
@@ -143,13 +143,6 @@ def test_what_is_hashed_early_is_what_is_hashed() -> None:
         assert sealed.ref.sha256 == hashlib.sha256(buffer).hexdigest()
 
     asyncio.run(run())
-
-
-class Keeping(gm.MemoryMailbox):
-    """Where payloads are never swept, so that every commit can be computed again."""
-
-    async def delete(self, keys: Any) -> None:
-        await super().delete(key for key in keys if key.startswith("leases/"))
 
 
 @pytest.mark.parametrize("compression", ["off", "zstd"])

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,13 @@ QUICK: dict[str, Any] = {"poll_interval": 0.02, "lease_every": 0.5, "lease_timeo
 """Settings of a session that must not make a test wait, nor lose a learner on a busy machine."""
 
 ALGORITHM = gm.DiLoCo(sync_every=4, fragments=2, in_flight=2)
+
+
+class Keeping(gm.MemoryMailbox):
+    """Where payloads are never swept, so that every commit can be computed again."""
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        await super().delete(key for key in keys if key.startswith("leases/"))
 
 
 def net(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:

@@ -1,25 +1,17 @@
 """Which memory a commit is written into: what it uses up, when nobody else looks at that."""
 
 import asyncio
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from tests.session.models import QUICK, net, train_until
+from tests.session.models import QUICK, Keeping, net, train_until
 
 import gradientmail as gm
 from gradientmail.backend.torch import TorchBackend
 from gradientmail.collecting import Collector
 from gradientmail.committing import Committer
 from gradientmail.verification import verify
-
-
-class Keeping(gm.MemoryMailbox):
-    """Where payloads are never swept, so that every commit can be computed again."""
-
-    async def delete(self, keys: Iterable[str]) -> None:
-        await super().delete(key for key in keys if key.startswith("leases/"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
