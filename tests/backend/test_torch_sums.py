@@ -1,10 +1,12 @@
 """Sums of large tensors, which PyTorch makes by rows in fp32 where that loses nothing."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from gradientmail.backend.torch import ROW, ROWS_FROM, TorchBackend
-from gradientmail.backend.torch_chunks import CHUNK
+from gradientmail.backend.torch_chunks import CHUNK, piece_size
 
 BACKEND = TorchBackend()
 
@@ -38,3 +40,53 @@ def test_equal_values_round_one_way_by_less_than_the_stated_error(value: float) 
     assert BACKEND.sum_of_squares(x) == pytest.approx(expected, rel=3e-7, abs=0.0)
     zero = torch.zeros_like(x)
     assert BACKEND.subtract_squares(x, zero, zero) == pytest.approx(expected, rel=3e-7, abs=0.0)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def everything(count: int, dtype: torch.dtype) -> tuple[list[float], list[torch.Tensor]]:
+    """All passes that go by pieces, over the same numbers."""
+    draw = torch.Generator().manual_seed(count)
+    x, y, z = (torch.randn(count, generator=draw).to(dtype) for _ in range(3))
+    outs = [torch.zeros(count) for _ in range(6)] + [torch.zeros(count, dtype=dtype)]
+    numbers = [BACKEND.dot(x, y), *BACKEND.dot_squares(x, y), BACKEND.sum_of_squares(x)]
+    numbers.append(BACKEND.subtract_squares(x, y, outs[0]))
+    numbers.append(BACKEND.subtract_squares(x, y, outs[6]))
+    BACKEND.add(x, y, outs[1])
+    BACKEND.combine(((0.3, x), (0.7, y)), outs[2])
+    BACKEND.accumulate(outs[3], x, keep=0.0, scale=0.3)
+    BACKEND.accumulate(outs[3], y, keep=0.5, scale=0.7)
+    numbers.append(
+        BACKEND.nesterov(
+            ((0.3, x), (0.7, y)),
+            outs[3].clone(),
+            z,
+            beta=0.9,
+            lr=0.7,
+            new_momentum=outs[4],
+            new_master=outs[5],
+        )
+    )
+    BACKEND.clamp(outs[5], 0.5)
+    return [*numbers, BACKEND.is_finite(outs[4])], outs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, CHUNK, 2 * CHUNK + 1, ROWS_FROM + 5, 5 * CHUNK + 300])
+def test_the_bits_do_not_depend_on_the_number_of_threads(
+    threads: None, count: int, dtype: torch.dtype
+) -> None:
+    """With one thread pieces are larger; a run's nodes need not have as many."""
+    torch.set_num_threads(1)
+    assert piece_size() == 2 * CHUNK
+    numbers, outs = everything(count, dtype)
+    torch.set_num_threads(2)
+    assert piece_size() == CHUNK
+    others, other_outs = everything(count, dtype)
+    assert numbers == others
+    assert all(map(torch.equal, outs, other_outs))

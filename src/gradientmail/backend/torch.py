@@ -9,12 +9,12 @@ from typing import override
 from gradientmail.backend.base import Backend, Combination, fp32_factors
 from gradientmail.backend.cuda_copies import pinned_memory
 from gradientmail.backend.torch_chunks import (
-    CHUNK,
     Tensor,
     again,
     chunks,
     constant,
     fp32_pieces,
+    piece_size,
     pieces,
     scratch,
     torch,
@@ -105,11 +105,11 @@ class TorchBackend(Backend):
 
     def subtract(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         """``out = left − right`` in fp32, rounded to ``out``'s dtype."""
-        _exhaust(_elementwise(torch.sub, left, right, out))
+        _exhaust(_elementwise(torch.sub, left, right, out, piece_size()))
 
     def add(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         """``out = left + right`` in fp32, rounded to ``out``'s dtype."""
-        _exhaust(_elementwise(torch.add, left, right, out))
+        _exhaust(_elementwise(torch.add, left, right, out, piece_size()))
 
     def sum_of_squares(self, x: Tensor) -> float:
         """``Σ x²``: in float64, large tensors by rows in fp32 unless that could lose digits."""
@@ -117,11 +117,11 @@ class TorchBackend(Backend):
 
     def is_finite(self, x: Tensor) -> bool:
         """Whether every element is."""
-        return all(map(_is_finite, pieces(x)))
+        return all(map(_is_finite, pieces(x, piece_size())))
 
     def clamp(self, x: Tensor, limit: float) -> None:
         """Into [−limit, limit], in place; NaN becomes 0."""
-        for piece in pieces(x):
+        for piece in pieces(x, piece_size()):
             torch.nan_to_num(piece, nan=0.0, posinf=limit, neginf=-limit, out=piece)
             piece.clamp_(-limit, limit)
 
@@ -129,12 +129,13 @@ class TorchBackend(Backend):
         """``Σ x·y``: in float64, large tensors by rows in fp32 unless that could lose digits."""
         if x.numel() < ROWS_FROM:
             return _exact_dot(x, y)
-        sums, lefts = _RowSums(x), fp32_pieces(x)
+        size = piece_size()
+        sums, lefts = _RowSums(x, size), fp32_pieces(x, size)
         if x is y:
             for left in lefts:
                 sums.add(left, left)
         else:
-            for left, right in zip(lefts, fp32_pieces(y), strict=True):
+            for left, right in zip(lefts, fp32_pieces(y, size), strict=True):
                 sums.add(left, right)
         total = sums.total()
         return _exact_dot(x, y) if total is None else total
@@ -149,10 +150,11 @@ class TorchBackend(Backend):
         """``subtract`` and ``sum_of_squares`` of the result, piece by piece in the cache."""
         if out.numel() < ROWS_FROM:
             return super().subtract_squares(left, right, out)
-        sums = _RowSums(out)
-        written: Iterable[Tensor] = _elementwise(torch.sub, left, right, out)
+        size = piece_size()
+        sums = _RowSums(out, size)
+        written: Iterable[Tensor] = _elementwise(torch.sub, left, right, out, size)
         if out.dtype != torch.float32:
-            written = map(torch.Tensor.copy_, again(scratch(out), out), written)
+            written = map(torch.Tensor.copy_, again(scratch(out, size=size), out), written)
         for piece in written:
             sums.add(piece, piece)
         total = sums.total()
@@ -162,8 +164,9 @@ class TorchBackend(Backend):
         """``dot`` and ``sum_of_squares`` of ``y``, which is read once."""
         if y.numel() < ROWS_FROM:
             return super().dot_squares(x, y)
-        dots, squares = _RowSums(x), _RowSums(y)
-        for left, right in zip(fp32_pieces(x), fp32_pieces(y), strict=True):
+        size = piece_size()
+        dots, squares = _RowSums(x, size), _RowSums(y, size)
+        for left, right in zip(fp32_pieces(x, size), fp32_pieces(y, size), strict=True):
             dots.add(left, right)
             squares.add(right, right)
         total, square = dots.total(), squares.total()
@@ -172,9 +175,9 @@ class TorchBackend(Backend):
 
     def accumulate(self, out: Tensor, x: Tensor, *, keep: float, scale: float) -> None:
         """``out = keep·out + scale·x``, each product rounded to fp32 before the sum."""
-        keeps, scales = _factors(keep), _factors(scale)
-        products = again(scratch(out), out)
-        for (o, v), product in zip(chunks(out, x), products, strict=True):
+        keeps, scales, size = _factors(keep), _factors(scale), piece_size()
+        products = again(scratch(out, size=size), out)
+        for (o, v), product in zip(chunks(out, x, size=size), products, strict=True):
             if keep == 0.0:
                 _scaled(v, scales, o)
                 continue
@@ -185,8 +188,10 @@ class TorchBackend(Backend):
 
     def combine(self, delta: Combination, out: Tensor) -> None:
         """``out = Σ cᵢ·xᵢ``, each product rounded to fp32 before the sum."""
-        factors, products = [_factors(scale) for scale, _ in delta], again(scratch(out), out)
-        for (o, *terms), product in zip(chunks(out, *(x for _, x in delta)), products, strict=True):
+        factors, size = [_factors(scale) for scale, _ in delta], piece_size()
+        products = again(scratch(out, size=size), out)
+        others = chunks(out, *(x for _, x in delta), size=size)
+        for (o, *terms), product in zip(others, products, strict=True):
             _combined(terms, factors, o, product)
 
     def nesterov(
@@ -201,12 +206,12 @@ class TorchBackend(Backend):
         new_master: Tensor,
     ) -> bool:
         """``m' = β·m + Δ`` and ``master' = master − lr·(Δ + β·m')``, each chunk read once."""
-        factors, finite = [_factors(scale) for scale, _ in delta], True
-        products, steps = again(scratch(master), master), again(scratch(master), master)
+        factors, finite, size = [_factors(scale) for scale, _ in delta], True, piece_size()
+        products, steps = (again(scratch(master, size=size), master) for _ in range(2))
         old = new_momentum if momentum is None else momentum
-        others = chunks(old, new_momentum, new_master, *(x for _, x in delta))
+        others = chunks(old, new_momentum, new_master, *(x for _, x in delta), size=size)
         for base, product, step, (m, new_m, new, *terms) in zip(
-            fp32_pieces(master), products, steps, others, strict=True
+            fp32_pieces(master, size), products, steps, others, strict=True
         ):
             _combined(terms, factors, step, product)
             if momentum is None:
@@ -287,19 +292,20 @@ def _is_finite(piece: Tensor) -> bool:
 
 
 def _elementwise(
-    operation: Callable[..., Tensor], left: Tensor, right: Tensor, out: Tensor
+    operation: Callable[..., Tensor], left: Tensor, right: Tensor, out: Tensor, size: int
 ) -> Iterator[Tensor]:
     """``operation`` in fp32, rounded once; gives each piece of ``out`` when it is written."""
     if left.dtype == right.dtype == out.dtype:  # PyTorch itself computes in fp32 and rounds once
-        for x, y, o in chunks(left, right, out):
+        for x, y, o in chunks(left, right, out, size=size):
             yield operation(x, y, out=o)
         return
-    both = zip(fp32_pieces(left), fp32_pieces(right), strict=True)
+    both = zip(fp32_pieces(left, size), fp32_pieces(right, size), strict=True)
     if out.dtype == torch.float32:
-        for (x, y), o in zip(both, pieces(out), strict=True):
+        for (x, y), o in zip(both, pieces(out, size), strict=True):
             yield operation(x, y, out=o)
         return
-    for (x, y), o, result in zip(both, pieces(out), again(scratch(out), out), strict=True):
+    results = again(scratch(out, size=size), out)
+    for (x, y), o, result in zip(both, pieces(out, size), results, strict=True):
         yield o.copy_(operation(x, y, out=result))
 
 
@@ -332,16 +338,17 @@ def _combined(
 class _RowSums:
     """``Σ x·y`` over pieces of large tensors: each row in fp32, their sum in float64."""
 
-    def __init__(self, like: Tensor) -> None:
-        self._product = scratch(like)
+    def __init__(self, like: Tensor, size: int) -> None:
+        self._size = size
+        self._product = scratch(like, size=size)
         self._by_row = self._product.view(-1, ROW)
         self._rows = torch.empty(like.numel() // ROW, dtype=torch.float32, device="cpu")
-        self._parts = iter(self._rows.split(CHUNK // ROW))
+        self._parts = iter(self._rows.split(size // ROW))
         self._count, self._tail = like.numel(), 0.0
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Take in the next piece of both, F32."""
-        if x.numel() == CHUNK:
+        if x.numel() == self._size:
             torch.mul(x, y, out=self._product)
             torch.sum(self._by_row, dim=1, out=next(self._parts))
             return
