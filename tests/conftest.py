@@ -1,11 +1,16 @@
 """Settings of all tests: how many random examples, and that a failure can be repeated."""
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# A shell without job control has what it starts in the background ignore Ctrl-C, and its children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Speed varies with what else the machine is doing, so no example has a deadline. On failure the
 # example itself and the blob that repeats it are printed.
