@@ -1,24 +1,21 @@
 """One commit: the outer step written where the payloads lie, then payloads, then the record."""
 
 import asyncio
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from gradientmail.algorithm.outer import FragmentState, outer_steps
-from gradientmail.algorithm.precision import outer_specs, theta_specs, update_specs
+from gradientmail.algorithm.outer import FragmentState
+from gradientmail.algorithm.outer_parts import OuterParts, Part
 from gradientmail.backend.base import Array, Backend
-from gradientmail.clock import Offload
+from gradientmail.clock import Flag, Offload
 from gradientmail.collecting import Collector
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, Sealing, all_stored
+from gradientmail.exchange.exchange import Exchange, Payload, Sealing, all_ended
 from gradientmail.exchange.records import Estimates, RoundRecord, Update
 from gradientmail.holding import Held
 from gradientmail.run import Run, arrays_over, payload_arrays
-from gradientmail.schema import TensorSpec
-
-PART = 2**22
-"""Elements in an outer step's part: long beside a change of threads, short beside a fragment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +29,27 @@ class Closing:
 
 
 @dataclass(frozen=True, slots=True)
-class Blanks:
-    """What a commit is written into, by payload, and what is told of it."""
+class Made:
+    """A commit whose payloads are stored."""
 
-    sealings: Mapping[str, Sealing]
-    cosine: float | None
+    record: RoundRecord
+    """To be created."""
+    held: Held
+    """What is held of the fragment if the record counts."""
     overflowed: tuple[str, ...]
     """The parameters that the step drove out of their dtype's range, and that were held there."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """An outer step over some of a fragment's tensors at a time."""
+    """An outer step under way."""
 
     sealings: Mapping[str, Sealing]
+    """By payload: where it is written, and how far it is hashed."""
+    written: Mapping[str, dict[str, int]]
+    """By payload, up to which element each of its tensors is written."""
+    parts: OuterParts
     cosine: float | None
-    parts: Sequence[tuple[Callable[[Sequence[TensorSpec]], tuple[str, ...]], list[TensorSpec]]]
-    """Tensors, and what takes the step over them; it names those that ran out of range."""
 
 
 class Committer:
@@ -61,80 +62,84 @@ class Committer:
         self._backend = backend
         self._offload = offload
 
-    async def merge(self, collector: Collector, state: Held) -> Blanks:
-        """The outer step, hashed as it goes on; afterwards the contributions are let go."""
-        step = await self._offload(self._prepare, collector, state)
-        written = {name: set[str]() for name in step.sealings}
-        overflowed: list[str] = []
-        for take_step, specs in step.parts:
-            _, beyond = await asyncio.gather(
-                self._hash_written(step.sealings, written), self._offload(take_step, specs)
-            )
-            overflowed += beyond
-            more = self._written_by(specs)
-            written = {name: names | more[name] for name, names in written.items()}
-        collector.release()
-        return Blanks(step.sealings, step.cosine, tuple(sorted(overflowed)))
+    async def make(
+        self, closing: Closing, state: Held, estimates: Estimates, *, merged: Flag
+    ) -> Made:
+        """The outer step, hashed as it goes on, and its payloads stored.
 
-    async def upload(
-        self, closing: Closing, blanks: Blanks, estimates: Estimates
-    ) -> tuple[RoundRecord, Held]:
-        """Store what ``merge`` made; the record to create, and what is held if it counts."""
-        payloads = await self._upload(closing.collector.number, blanks.sealings)
+        What is complete is hashed while the rest is written, and the outer state, the largest, is
+        uploaded while theta and the update are made of it. ``merged`` is set when all is written;
+        the contributions are let go before that.
+        """
+        number = closing.collector.number
+        step = await self._offload(self._prepare, closing.collector, state)
+        del state
+        await self._take(step, step.parts.moves)
+        closing.collector.release()
+        payloads = await self._finish(number, step, merged)
         update = None
         if "update" in payloads:
             digest = await self._exchange.plain_sha256(payloads["theta"])
             update = Update(payloads["update"].ref, digest)
-        record = self._record(closing, blanks.cosine, payloads, update, estimates)
-        return record, Held(record.version, payloads["theta"], payloads["outer"])
+        record = self._record(closing, step.cosine, payloads, update, estimates)
+        held = Held(record.version, payloads["theta"], payloads["outer"])
+        return Made(record, held, tuple(sorted(step.parts.beyond)))
+
+    async def _finish(self, number: int, step: _Step, merged: Flag) -> dict[str, Payload]:
+        """Store what is complete, while the rest is written, and then that."""
+        # The largest first: its transfer ends last.
+        names = sorted(step.sealings, key=lambda name: -step.sealings[name].layout.nbytes)
+        rest = {name for part in step.parts.follows for name in part.written}
+
+        async def send(name: str) -> tuple[str, Payload]:
+            return name, await self._send(number, step.sealings[name])
+
+        async def follow() -> list[tuple[str, Payload]]:
+            await self._take(step, step.parts.follows)
+            merged.set()
+            return await all_ended(send(name) for name in names if name in rest)
+
+        first = all_ended(send(name) for name in names if name not in rest)
+        stored, more = await all_ended((first, follow()))
+        return dict((*stored, *more))
+
+    async def _take(self, step: _Step, parts: deque[Part]) -> None:
+        """Take parts of the step, and hash meanwhile what the ones before have finished."""
+        payloads = dict.fromkeys(name for part in parts for name in part.written)
+        while parts:
+            part = parts.popleft()
+            _, beyond = await asyncio.gather(
+                self._hash_written(step, payloads), self._offload(part.write)
+            )
+            step.parts.beyond.update(beyond)
+            for name, counts in part.written.items():
+                step.written[name].update(counts)
+
+    async def _hash_written(self, step: _Step, payloads: Iterable[str]) -> None:
+        hashing = self._exchange.hash_written
+        await asyncio.gather(*(hashing(step.sealings[n], step.written[n]) for n in payloads))
 
     def _prepare(self, collector: Collector, state: Held) -> _Step:
         """Where the outer step is written, which is where the payloads lie. Off the loop."""
-        backend, fragment, algorithm = self._backend, collector.fragment, self._run.algorithm
+        backend, fragment = self._backend, collector.fragment
         merged = collector.fold.merged()
         sealings = self._blanks(collector, state)
         out: dict[str, Mapping[str, Array]] = {
             name: arrays_over(backend, one.buffer, one.layout) for name, one in sealings.items()
         }
-        old = self._arrays(state)
-        parts = [
-            (
-                partial(
-                    step,
-                    backend,
-                    old=old,
-                    deltas=merged.deltas,
-                    new=FragmentState(out["theta"], out["outer"]),
-                    update=out.get("update", {}),
-                    final=collector.all_final,
-                    take=self._exchange.take,
-                ),
-                part,
-            )
-            for step, specs in outer_steps(algorithm, fragment.specs, self._run.averaged)
-            for part in _parts(specs)
-        ]
-        return _Step(sealings, merged.cosine, parts)
-
-    async def _hash_written(
-        self, sealings: Mapping[str, Sealing], written: Mapping[str, Container[str]]
-    ) -> None:
-        """Hash what the step has finished, while it works on what comes next."""
-        hashing = self._exchange.hash_written
-        await asyncio.gather(*(hashing(one, written[name]) for name, one in sealings.items()))
-
-    def _written_by(self, specs: Sequence[TensorSpec]) -> dict[str, set[str]]:
-        """The tensors of each payload that a step over these parameters writes, and no others.
-
-        A parameter may have the name that another one's scales would have, were there any.
-        """
-        dtype = self._run.algorithm.commit_dtype
-        payloads = {
-            "theta": theta_specs(specs),
-            "outer": outer_specs(specs, commit_dtype=dtype),
-            "update": update_specs(specs, dtype),
-        }
-        return {name: {spec.name for spec in found} for name, found in payloads.items()}
+        parts = OuterParts(
+            self._run.algorithm,
+            self._run.averaged,
+            backend,
+            fragment.specs,
+            old=self._arrays(state),
+            deltas=merged.deltas,
+            new=FragmentState(out["theta"], out["outer"]),
+            update=out.get("update", {}),
+            final=collector.all_final,
+            take=self._exchange.take,
+        )
+        return _Step(sealings, {name: {} for name in sealings}, parts, merged.cosine)
 
     def _blanks(self, collector: Collector, state: Held) -> dict[str, Sealing]:
         """Where the commit is written: over what it uses up, if nobody else looks at that.
@@ -171,18 +176,10 @@ class Committer:
         outer = {} if state.outer is None else payload_arrays(self._backend, state.outer)
         return FragmentState(payload_arrays(self._backend, state.theta), outer)
 
-    async def _upload(self, number: int, sealings: Mapping[str, Sealing]) -> dict[str, Payload]:
-        """Hash the rest and store theta, outer and update, all at once."""
-
-        def key_of(digest: str, extension: str) -> str:
-            return layout.round_blob_key(number, digest, extension)
-
-        async def send(name: str) -> Payload:
-            return await self._exchange.store(await self._exchange.seal(sealings[name], key_of))
-
-        # The largest first: its transfer ends last.
-        names = sorted(sealings, key=lambda name: -sealings[name].layout.nbytes)
-        return dict(zip(names, await all_stored(map(send, names)), strict=True))
+    async def _send(self, number: int, sealing: Sealing) -> Payload:
+        """Hash the rest of a payload, and store it."""
+        key_of = partial(layout.round_blob_key, number)
+        return await self._exchange.store(await self._exchange.seal(sealing, key_of))
 
     def _record(
         self,
@@ -209,18 +206,3 @@ class Committer:
             grace_seconds=closing.grace_seconds,
             estimates=estimates,
         )
-
-
-def _parts(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    """The tensors in order, some at a time: a step that is long enough to hash meanwhile."""
-    part: list[TensorSpec] = []
-    count = 0
-    for spec in specs:
-        part.append(spec)
-        count += spec.count
-        if count >= PART:
-            yield part
-            part = []
-            count = 0
-    if part:
-        yield part

@@ -12,7 +12,7 @@ from gradientmail.backend.base import Backend
 from gradientmail.clock import Clock
 from gradientmail.errors import PayloadCorrupt
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, Sealed, Sealing, all_stored
+from gradientmail.exchange.exchange import Exchange, Payload, Sealed, Sealing, all_ended
 from gradientmail.exchange.records import Manifest, Ref
 from gradientmail.handoff import Version
 from gradientmail.progress import Progress
@@ -78,7 +78,7 @@ async def create_run(
         await exchange.seal(Sealing(buffer, fragment.theta), key_of(fragment))
         for fragment, buffer in zip(fragments, buffers, strict=True)
     ]
-    payloads = await all_stored(map(exchange.store, sealed))
+    payloads = await all_ended(map(exchange.store, sealed))
     ours = manifest(tuple(payload.ref for payload in payloads))
     counts = await exchange.create_manifest(ours)
     if counts.init != ours.init:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from gradientmail.attendance import Waiting, round_waits
 from gradientmail.backend.base import Backend
-from gradientmail.clock import Clock, Flag, Offload, wait_or_sleep
+from gradientmail.clock import Clock, Flag, Offload, wait_any, wait_or_sleep
 from gradientmail.collecting import Collector, take_new
 from gradientmail.committing import Closing, Committer
 from gradientmail.election import Election
@@ -238,21 +238,23 @@ class Syncer:
     async def _commit(self, closing: Closing) -> None:
         """Merge, upload, create the record; then keep the role and sweep.
 
-        While it uploads, the next round's snapshots are taken in.
+        Once it only uploads, the next round's snapshots are taken in.
         """
         began = self._clock.now()
         number = closing.collector.number
-        # Whatever becomes of this attempt, the old state is used up by it.
-        state = self._holding.pop(closing.collector.fragment.index)
-        blanks = await self._committer.merge(closing.collector, state)
-        del state
-        if blanks.overflowed:
-            self._announce(ParametersOutOfRange(round=number, tensors=blanks.overflowed))
-        enough = Flag()
-        early = asyncio.ensure_future(self._fill(number + 1, enough))
+        merged, enough = Flag(), Flag()
+        early = asyncio.ensure_future(self._fill(number + 1, merged, enough))
         try:
-            estimates = self._estimates(closing)
-            record, held = await self._committer.upload(closing, blanks, estimates)
+            made = await self._committer.make(
+                closing,
+                # Whatever becomes of this attempt, the old state is used up by it.
+                self._holding.pop(closing.collector.fragment.index),
+                self._estimates(closing),
+                merged=merged,
+            )
+            if made.overflowed:
+                self._announce(ParametersOutOfRange(round=number, tensors=made.overflowed))
+            record = made.record
             counts = await self._exchange.commit(record)
             if self._watch.next_round == number:
                 self._watch.progress.advance(counts)
@@ -262,7 +264,7 @@ class Syncer:
                 return
             sync_seconds = self._clock.now() - began
             self._committed = (number, sync_seconds)
-            self._holding.put(record.fragment, held)
+            self._holding.put(record.fragment, made.held)
             # The one that counts: another closer may have made the same bytes of more snapshots.
             self._announce(_committed(counts, sync_seconds))
             self._claim = None
@@ -278,8 +280,9 @@ class Syncer:
             enough.set()
             await asyncio.gather(early, return_exceptions=True)
 
-    async def _fill(self, number: int, enough: Flag) -> None:
-        """Take in the snapshots of a round, until ``enough``, while the one before it commits."""
+    async def _fill(self, number: int, merged: Flag, enough: Flag) -> None:
+        """Take in a round's snapshots once the one before it is ``merged``, until ``enough``."""
+        await wait_any(merged, enough)
         collector = self._collector(number)
         self._watch.seek("syncer, next round", number)
         while not enough.is_set():

@@ -9,7 +9,9 @@ import torch
 from tests.algorithm.tensors import arrays, blank, take
 from tests.backend.arrays import Placed, assert_near, put
 
-from gradientmail.algorithm.outer import FragmentState, OuterStep, apply_update
+from gradientmail.algorithm import outer_parts
+from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.algorithm.outer import FragmentState, OuterStep, apply_update, outer_steps
 from gradientmail.algorithm.precision import LARGEST, outer_specs, theta_specs, update_specs
 from gradientmail.backend.base import Backend, Combination
 from gradientmail.schema import TensorSpec
@@ -84,6 +86,113 @@ def theta_zero(backend: Backend, specs: list[TensorSpec], seed: int = 1) -> Stat
     drawn = draw(seed)
     theta = {s.name: put(backend, drawn[s.name].to(TORCH[s.dtype])) for s in specs}
     return State(theta, {})
+
+
+@commits
+@parameters
+@finals
+def test_parts_of_a_step_write_what_the_whole_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: Backend,
+    dtype: str,
+    commit_dtype: str | None,
+    final: bool,
+) -> None:
+    """Tensors larger than a part in ranges, small ones together; and each tells what it wrote."""
+    monkeypatch.setattr(outer_parts, "PART", 10)
+    specs, averaged = specs_of(dtype), {"b"}
+    algorithm = DiLoCo(
+        sync_every=1, fragments=1, in_flight=1, outer_lr=LR, commit_dtype=commit_dtype
+    )
+    old, _ = step(
+        backend, specs, theta_zero(backend, specs), terms(backend, 1.0, draw(2)), commit_dtype
+    )
+    deltas: Deltas = {
+        name: ((0.5, put(backend, x).array), (2.0, put(backend, x.exp()).array))
+        for name, x in draw(3).items()
+    }
+    whole, parted = (
+        {
+            "theta": blank(backend, theta_specs(specs)),
+            "outer": blank(backend, outer_specs(specs, commit_dtype=commit_dtype)),
+            "update": blank(backend, update_specs(specs, commit_dtype)),
+        }
+        for _ in range(2)
+    )
+    for outer, those in outer_steps(algorithm, specs, averaged):
+        new = FragmentState(arrays(whole["theta"]), arrays(whole["outer"]))
+        outer(
+            backend,
+            those,
+            old.given(),
+            deltas,
+            new=new,
+            update=arrays(whole["update"]),
+            final=final,
+            take=take,
+        )
+    parts = outer_parts.OuterParts(
+        algorithm,
+        averaged,
+        backend,
+        specs,
+        old=old.given(),
+        deltas=deltas,
+        new=FragmentState(arrays(parted["theta"]), arrays(parted["outer"])),
+        update=arrays(parted["update"]),
+        final=final,
+        take=take,
+    )
+    written: dict[str, dict[str, int]] = {name: {} for name in whole}
+    for part in (*parts.moves, *parts.follows):
+        assert part.write() == ()
+        for payload, counts in part.written.items():
+            assert all(written[payload].get(name, -1) < count for name, count in counts.items())
+            written[payload] |= counts
+    counted = {
+        "theta": theta_specs(specs),
+        "outer": outer_specs(specs, commit_dtype=commit_dtype),
+        "update": update_specs(specs, commit_dtype),
+    }
+    for payload, own in counted.items():
+        assert written[payload] == {spec.name: spec.count for spec in own}
+        for spec in own:
+            assert parted[payload][spec.name].bytes() == whole[payload][spec.name].bytes()
+    assert len(parts.moves) == 2 + 7, "e; w in ranges of 10; b, which is averaged"
+
+
+@pytest.mark.parametrize("commit_dtype", [None, "F16", "F4"])
+def test_what_one_range_drives_beyond_is_held_in_all(
+    monkeypatch: pytest.MonkeyPatch, backend: Backend, commit_dtype: str | None
+) -> None:
+    monkeypatch.setattr(outer_parts, "PART", 2)
+    specs = [TensorSpec("w", "F32", (8,))]
+    start, push = torch.ones(8), torch.zeros(8)
+    start[5], push[5] = LARGEST["F32"], -LARGEST["F32"]
+    algorithm = DiLoCo(
+        sync_every=1, fragments=1, in_flight=1, outer_lr=1.0, commit_dtype=commit_dtype
+    )
+    outer = blank(backend, outer_specs(specs, commit_dtype=commit_dtype))
+    new = State(blank(backend, theta_specs(specs)), outer)
+    parts = outer_parts.OuterParts(
+        algorithm,
+        (),
+        backend,
+        specs,
+        old=State({"w": put(backend, start)}, {}).given(),
+        deltas=terms(backend, 1.0, {"w": push}),
+        new=new.given(),
+        update=arrays(blank(backend, update_specs(specs, commit_dtype))),
+        final=False,
+        take=take,
+    )
+    named = []
+    for part in (*parts.moves, *parts.follows):
+        named.append(part.write())
+        parts.beyond.update(named[-1])
+    assert named == [(), (), ("w",), ()] + [("w",)] * (commit_dtype is not None)
+    assert new.master("w").tensor().tolist() == start.tolist()
+    assert new.theta["w"].tensor().tolist() == start.tolist()
 
 
 @commits

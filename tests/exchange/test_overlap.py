@@ -4,7 +4,10 @@ import asyncio
 import contextlib
 import gc
 import hashlib
+import itertools
+import threading
 import weakref
+from collections.abc import Buffer
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -15,14 +18,16 @@ from tests.exchange.wire import take
 from tests.session.models import QUICK, Keeping, net, train_until
 
 import gradientmail as gm
-from gradientmail import committing
+from gradientmail.algorithm import outer_parts
+from gradientmail.algorithm.outer import OuterStep
 from gradientmail.backend.numpy import NumpyBackend
 from gradientmail.backend.torch import TorchBackend
 from gradientmail.calls import PendingCall
 from gradientmail.clock import inline
 from gradientmail.errors import PayloadCorrupt
+from gradientmail.events import Event, TaskFailed
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, Sealing, all_stored
+from gradientmail.exchange.exchange import Exchange, Payload, Sealing, all_ended
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Ref
 from gradientmail.loop_thread import LoopThread
@@ -120,7 +125,7 @@ def test_an_error_of_looking_is_raised_and_nothing_is_held() -> None:
 def test_a_payload_is_complete_up_to_the_first_tensor_that_is_missing() -> None:
     of = PayloadLayout(TensorSpec(name, "F32", (2,)) for name in "abc")
     start = len(of.header)
-    assert [of.written(names) for names in ("", "b", "a", "ac", "ab", "abc")] == [
+    assert [of.written(dict.fromkeys(names, 2)) for names in ("", "b", "a", "ac", "ab", "abc")] == [
         start,
         start,
         start + 8,
@@ -136,7 +141,7 @@ def test_what_is_hashed_early_is_what_is_hashed() -> None:
         buffer = LAYOUT.blank(take)
         sealing = Sealing(buffer, LAYOUT)
         buffer[len(LAYOUT.header) : len(LAYOUT.header) + 32] = bytes(range(32))
-        await exchange.hash_written(sealing, {"w"})
+        await exchange.hash_written(sealing, {"w": 8})
         assert sealing.hashed == len(LAYOUT.header) + 32
         buffer[-8:] = b"finished"
         sealed = await exchange.seal(sealing, partial(layout.round_blob_key, 1))
@@ -162,7 +167,7 @@ def test_a_commit_is_hashed_while_it_is_made(
         early.append(stop / self.layout.nbytes)
         hash_until(self, stop)
 
-    monkeypatch.setattr(committing, "PART", 1)
+    monkeypatch.setattr(outer_parts, "PART", 1)
     monkeypatch.setattr(Sealing, "hash_until", spied)
     model, mailbox = torch.nn.Sequential(net(dtype=dtype), torch.nn.BatchNorm1d(3)), Keeping()
     model.to(dtype)
@@ -183,11 +188,78 @@ def test_a_commit_is_hashed_while_it_is_made(
     assert report.recomputed >= 6
 
 
+class Seen(Keeping):
+    """Tells when a commit's payload is being stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storing: set[int] = set()
+        self.another = threading.Condition()
+
+    async def put_if_absent(self, key: str, data: Buffer) -> bool:
+        if key.startswith("blobs/rounds/"):
+            with self.another:
+                self.storing.add(int(key.split("/")[2]))
+                self.another.notify_all()
+        return await super().put_if_absent(key, data)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "commit_dtype"), [(torch.float32, "F4"), (torch.bfloat16, None)], ids=str
+)
+def test_the_outer_state_is_stored_while_theta_is_made_of_it(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, commit_dtype: str | None
+) -> None:
+    model, mailbox, found = net(dtype=dtype), Seen(), list[bool]()
+    follow, rounds = OuterStep.follow, itertools.count()
+
+    def waits(self: OuterStep, *args: Any, **named: Any) -> tuple[str, ...]:
+        number = next(rounds)
+        with mailbox.another:
+            found.append(mailbox.another.wait_for(lambda: number in mailbox.storing, 20.0))
+        return follow(self, *args, **named)
+
+    monkeypatch.setattr(OuterStep, "follow", waits)
+    algorithm = gm.DiLoCo(sync_every=4, fragments=2, commit_dtype=commit_dtype)
+    with gm.Session(model, algorithm=algorithm, mailbox=mailbox, callbacks=(), **QUICK) as session:
+        train_until(session, model, 4)
+    assert len(found) >= 5
+    assert all(found)
+
+
+@pytest.mark.parametrize("method", ["move", "follow"])
+def test_a_step_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Whatever it had written over, and whatever was being stored meanwhile."""
+    whole, calls = getattr(OuterStep, method), itertools.count()
+
+    def fails_now_and_then(self: OuterStep, *args: Any, **named: Any) -> tuple[str, ...]:
+        beyond: tuple[str, ...] = whole(self, *args, **named)
+        if next(calls) % 4 == 2:
+            raise ZeroDivisionError("planted")
+        return beyond
+
+    model, mailbox, seen = net(), Keeping(), list[Event]()
+    algorithm = gm.DiLoCo(sync_every=4, fragments=2, delta_dtype="F4", commit_dtype="F16")
+    with monkeypatch.context() as patched:
+        patched.setattr(OuterStep, method, fails_now_and_then)
+        patched.setattr(outer_parts, "PART", 20)
+        with gm.Session(
+            model, algorithm=algorithm, mailbox=mailbox, callbacks=(seen.append,), **QUICK
+        ) as session:
+            train_until(session, model, 4)
+    failures = [event for event in seen if isinstance(event, TaskFailed)]
+    assert failures
+    assert all("planted" in event.error for event in failures)
+    report = asyncio.run(verify(mailbox, backend=TorchBackend(), swept=False))
+    assert report.holds, report
+    assert report.recomputed >= 4
+
+
 def test_only_what_is_written_is_hashed_whatever_the_parameters_are_called(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A parameter may have the name of another one's scales or state; without scales, any."""
-    monkeypatch.setattr(committing, "PART", 1)
+    monkeypatch.setattr(outer_parts, "PART", 1)
     names = ("x", "x.scale", "momentum.x", "master.x", "x.scale.scale", "é", "")
     model: dict[str, Any] = {name: np.ones(9, np.float32) for name in names}
     mailbox = Keeping()
@@ -213,10 +285,10 @@ def test_the_parts_of_a_step_are_made_in_a_time_that_grows_with_the_tensors() ->
         def count(self) -> int:
             nonlocal counted
             counted += 1
-            return committing.PART // 100
+            return outer_parts.PART // 100
 
     specs = [cast(TensorSpec, Counted()) for _ in range(1000)]
-    parts = list(committing._parts(specs))
+    parts = list(outer_parts._some_at_a_time(specs))
     assert [spec for part in parts for spec in part] == specs
     assert {len(part) for part in parts[:-1]} == {101}
     assert counted == 1000
@@ -307,9 +379,9 @@ def test_an_upload_that_fails_lets_go_of_the_others() -> None:
 
     async def run() -> None:
         with pytest.raises(ZeroDivisionError):
-            await all_stored((failed(), stored()))
-        assert await all_stored(()) == []
-        both = await all_stored((stored(), stored()))
+            await all_ended((failed(), stored()))
+        assert await all_ended(()) == []
+        both = await all_ended((stored(), stored()))
         assert [payload.data("w").nbytes for payload in both] == [32, 32]
 
     gc.disable()

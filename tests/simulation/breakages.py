@@ -156,18 +156,18 @@ def counts_zero_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counts_late_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Committer.upload
+    whole = Committer.make
 
-    async def upload(self: Committer, closing: Any, *rest: Any) -> Any:
+    async def make(self: Committer, closing: Any, *rest: Any, **named: Any) -> Any:
         collector = closing.collector
         for number, learner in await self._exchange.snapshots():
             if number == collector.number and learner not in collector.accepted:
                 raw = await self._exchange.snapshot(number, learner)
                 if raw is not None:
                     collector.accepted[learner] = collecting.SnapshotRecord.from_bytes(raw)
-        return await whole(self, closing, *rest)
+        return await whole(self, closing, *rest, **named)
 
-    monkeypatch.setattr(Committer, "upload", upload)
+    monkeypatch.setattr(Committer, "make", make)
 
 
 def skips_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:

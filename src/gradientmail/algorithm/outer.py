@@ -43,6 +43,14 @@ class FragmentState:
         """The parameter as the outer step reads it: its fp32 master, or theta."""
         return self.outer.get(f"master.{name}", self.theta[name])
 
+    def part(self, backend: Backend, name: str, start: int, stop: int) -> "FragmentState":
+        """One parameter's elements from ``start`` to ``stop``, flat, in the same memory."""
+        outer = (f"momentum.{name}", f"master.{name}")
+        return FragmentState(
+            {name: backend.part(self.theta[name], start, stop)},
+            {key: backend.part(self.outer[key], start, stop) for key in outer if key in self.outer},
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class OuterStep:
@@ -66,32 +74,74 @@ class OuterStep:
     ) -> tuple[str, ...]:
         """Write the next version of the fragment ``specs`` into the arrays of ``new``.
 
-        Returns the names of the parameters that ran out of their dtype's range, and were held at
-        its ends: no finite contribution makes a run's parameters infinite.
+        ``move``, then ``follow``. Returns the names of the parameters that ran out of their dtype's
+        range, and were held at its ends: no finite contribution makes a run's parameters infinite.
+        """
+        beyond = set(self.move(backend, specs, old, deltas, new=new, final=final))
+        beyond |= set(
+            self.follow(backend, specs, old=old, new=new, update=update, beyond=beyond, take=take)
+        )
+        return tuple(spec.name for spec in specs if spec.name in beyond)
 
-        ``new.theta`` has the arrays of ``theta_specs``, ``new.outer`` those of ``outer_specs``;
-        ``update`` those of ``update_specs``, none without a ``commit_dtype``. With ``final`` the
-        step is ``master − Δ`` and the momentum stays.
+    def move(
+        self,
+        backend: Backend,
+        specs: Sequence[TensorSpec],
+        old: FragmentState,
+        deltas: Mapping[str, Combination],
+        *,
+        new: FragmentState,
+        final: bool,
+    ) -> tuple[str, ...]:
+        """Write momentum and master of ``specs``, or of the same part of each array given.
+
+        ``new.outer`` has the arrays of ``outer_specs``, ``new.theta`` those of ``theta_specs``,
+        which are written where they are the master. With ``final`` the step is ``master − Δ`` and
+        the momentum stays. Returns the names of what was held at the ends of fp32.
 
         Without ``final`` it may be written over what it uses up: then ``new.outer`` may be
         ``old.outer``, and ``new.theta`` the arrays of one contribution in ``deltas``. With
         ``final`` no array of ``old`` or ``deltas`` may be among the new ones.
         """
-        overflowed = []
+        beyond = []
         for spec in specs:
             step = self._final_step if final else self._nesterov_step
-            in_range = step(backend, spec.name, old, deltas[spec.name], new)
+            if not step(backend, spec.name, old, deltas[spec.name], new):
+                backend.clamp(new.outer[f"momentum.{spec.name}"], LARGEST["F32"])
+                backend.clamp(new.master(spec.name), LARGEST["F32"])
+                beyond.append(spec.name)
+        return tuple(beyond)
+
+    def follow(
+        self,
+        backend: Backend,
+        specs: Sequence[TensorSpec],
+        *,
+        old: FragmentState,
+        new: FragmentState,
+        update: Mapping[str, Array],
+        beyond: Container[str],
+        take: Take,
+    ) -> tuple[str, ...]:
+        """Write Θ, where that is not the master itself, and ``update``, when commits carry one.
+
+        The masters of ``specs`` have moved, and ``beyond`` has those that were held. ``update`` has
+        the arrays of ``update_specs``. No array of ``old.theta`` may be among those written.
+        Returns the names of what was held at the ends of its dtype, ``beyond`` included.
+        """
+        held = []
+        for spec in specs:
+            if new.master(spec.name) is new.theta[spec.name]:
+                continue
             if self.commit_dtype is not None:
                 self._commit_update(backend, spec, old, new, update, take)
-            elif spec.dtype != "F32":
+            else:
                 backend.encode(new.master(spec.name), spec.dtype, new.theta[spec.name], None)
-            if in_range and new.master(spec.name) is not new.theta[spec.name]:
-                # Theta is the master rounded, or moved by an update that may have saturated.
-                in_range = backend.is_finite(new.theta[spec.name])
-            if not in_range:
+            # Theta is the master rounded, or moved by an update that may have saturated.
+            if spec.name in beyond or not backend.is_finite(new.theta[spec.name]):
                 self._hold(backend, spec, old, new, update, take)
-                overflowed.append(spec.name)
-        return tuple(overflowed)
+                held.append(spec.name)
+        return tuple(held)
 
     def _hold(
         self,
@@ -102,21 +152,18 @@ class OuterStep:
         update: Mapping[str, Array],
         take: Take,
     ) -> None:
-        """Hold at the largest finite value what went beyond it: momentum, master, update, theta.
+        """Hold update and theta at the largest finite value where they went beyond it.
 
         Who rebuilds such a theta from the update gets another digest, and fetches it.
         """
-        backend.clamp(new.outer[f"momentum.{spec.name}"], LARGEST["F32"])
-        master, theta = new.master(spec.name), new.theta[spec.name]
-        backend.clamp(master, LARGEST["F32"])
         if self.commit_dtype is not None:
             difference = fp32_array(backend, spec, take)
-            backend.subtract(master, old.theta[spec.name], difference)
+            backend.subtract(new.master(spec.name), old.theta[spec.name], difference)
             backend.clamp(difference, largest(self.commit_dtype))
             named = {spec.name: difference}
             encode_tensors(backend, named, [spec], self.commit_dtype, update)
             apply_update(backend, [spec], old.theta, update, self.commit_dtype, new.theta, take)
-        backend.clamp(theta, LARGEST[spec.dtype])
+        backend.clamp(new.theta[spec.name], LARGEST[spec.dtype])
 
     def _nesterov_step(
         self,

@@ -62,15 +62,17 @@ def update_specs(specs: Iterable[TensorSpec], dtype: str | None) -> tuple[Tensor
     return () if dtype is None else delta_specs(specs, dtype)
 
 
-def outer_specs(specs: Iterable[TensorSpec], *, commit_dtype: str | None) -> tuple[TensorSpec, ...]:
-    """The payload of the outer state: fp32 momentum, and the fp32 master where theta is not it.
+def theta_is_master(spec: TensorSpec, commit_dtype: str | None) -> bool:
+    """Whether the outer step writes Θ itself: of an F32 parameter, and commits carry no update."""
+    return spec.dtype == "F32" and commit_dtype is None
 
-    Theta is the master itself when the parameter is F32 and commits carry no update.
-    """
+
+def outer_specs(specs: Iterable[TensorSpec], *, commit_dtype: str | None) -> tuple[TensorSpec, ...]:
+    """The payload of the outer state: fp32 momentum, and the fp32 master where theta is not it."""
     found = []
     for spec in specs:
         found.append(TensorSpec(f"momentum.{spec.name}", "F32", spec.shape))
-        if spec.dtype != "F32" or commit_dtype is not None:
+        if not theta_is_master(spec, commit_dtype):
             found.append(TensorSpec(f"master.{spec.name}", "F32", spec.shape))
     return tuple(found)
 

@@ -93,6 +93,10 @@ class Backend(ABC):
         is one of bytes. The buffer may be read-only; then the array is only read.
         """
 
+    def part(self, array: Array, start: int, stop: int) -> Array:
+        """Its elements from ``start`` to ``stop``, flat, in the same memory; not of ``F4``."""
+        return array.reshape(-1)[start:stop]
+
     def on_host(self, array: Array) -> Array:
         """An array that a user kept, as a contiguous one in host memory."""
         return array

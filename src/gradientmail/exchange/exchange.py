@@ -14,7 +14,6 @@ from collections.abc import (
     Awaitable,
     Buffer,
     Callable,
-    Container,
     Coroutine,
     Iterable,
     Mapping,
@@ -125,12 +124,12 @@ class Exchange:
 
     # Payloads
 
-    async def hash_written(self, sealing: Sealing, names: Container[str]) -> None:
-        """Hash as far as the payload is complete, the tensors ``names`` being written.
+    async def hash_written(self, sealing: Sealing, counts: Mapping[str, int]) -> None:
+        """Hash as far as the payload is complete, ``counts`` elements of its tensors being written.
 
         One call at a time. What is compressed before it is hashed has to wait for ``seal``.
         """
-        stop = sealing.layout.written(names)
+        stop = sealing.layout.written(counts)
         if self._extension == PLAIN and stop > sealing.hashed:
             await self._offload(sealing.hash_until, stop)
 
@@ -387,9 +386,9 @@ def _open(
         raise PayloadCorrupt(f"{ref.key}: {error}") from None
 
 
-async def all_stored(storing: Iterable[Awaitable[Payload]]) -> list[Payload]:
+async def all_ended[T](uploads: Iterable[Awaitable[T]]) -> list[T]:
     """What several uploads give, when all have ended; the first failure is raised then."""
-    results = await asyncio.gather(*storing, return_exceptions=True)
+    results = await asyncio.gather(*uploads, return_exceptions=True)
     failure = next((result for result in results if isinstance(result, BaseException)), None)
     try:
         if failure is not None:

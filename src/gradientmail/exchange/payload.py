@@ -12,7 +12,7 @@ every tensor is aligned to its elements when the buffer is.
 
 import hashlib
 import json
-from collections.abc import Buffer, Callable, Container, Iterable, Mapping
+from collections.abc import Buffer, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -84,10 +84,16 @@ class PayloadLayout:
         buffer[: len(self.header)] = self.header
         return buffer
 
-    def written(self, names: Container[str]) -> int:
-        """Up to which byte a payload is complete when the tensors ``names`` are written."""
-        missing = (slot.start for name, slot in self.slots.items() if name not in names)
-        return next(missing, self.nbytes)
+    def written(self, counts: Mapping[str, int]) -> int:
+        """Up to which byte a payload is complete: ``counts`` elements of each tensor are written.
+
+        Whole bytes of them, from the first element on; none of a tensor that is not there.
+        """
+        for name, slot in self.slots.items():
+            stop = slot.start + counts.get(name, 0) * BITS[slot.dtype] // 8
+            if name not in counts or stop < slot.stop:
+                return stop
+        return self.nbytes
 
     def check(self, buffer: Buffer) -> Mapping[str, Slot]:
         """The slots of ``buffer``, which must hold exactly these tensors, else ``PayloadCorrupt``.

@@ -224,6 +224,22 @@ class BackendArithmetic(OverArrays):
         total = sum((c * wide(x) for c, x in pairs), np.zeros(shape))
         return [(c, self.put(x)) for c, x in pairs], total
 
+    @every_dtype
+    def test_part(self, dtype: str) -> None:
+        """A part is flat and in the same memory, of an array that can be written and of another."""
+        backend, values = self.make_backend(), draw((5, 7), 50, dtype)
+        placed = self.put(values, dtype)
+        fixed = put_bytes(backend, raw(values, dtype), dtype, (5, 7))
+        backend.subtract(
+            backend.part(placed.array, 4, 15),
+            backend.part(fixed.array, 4, 15),
+            backend.part(placed.array, 4, 15),
+        )
+        expected = values.reshape(-1).copy()
+        expected[4:15] = 0
+        assert equal(placed.values().reshape(-1), expected)
+        assert backend.sum_of_squares(backend.part(placed.array, 35, 35)) == 0.0
+
     def test_read_only_inputs(self) -> None:
         """Inputs may lie in memory that cannot be written, and are not changed."""
         backend, shape = self.make_backend(), (500,)
