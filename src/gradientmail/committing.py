@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -108,16 +108,18 @@ class Committer:
         payloads = dict.fromkeys(name for part in parts for name in part.written)
         while parts:
             part = parts.popleft()
-            _, beyond = await asyncio.gather(
-                self._hash_written(step, payloads), self._offload(part.write)
+            hashing = asyncio.gather(
+                *(
+                    self._exchange.hash_written(step.sealings[name], step.written[name])
+                    for name in payloads
+                )
             )
-            step.parts.beyond.update(beyond)
+            try:
+                step.parts.beyond.update(await self._offload(part.write))
+            finally:
+                await hashing
             for name, counts in part.written.items():
                 step.written[name].update(counts)
-
-    async def _hash_written(self, step: _Step, payloads: Iterable[str]) -> None:
-        hashing = self._exchange.hash_written
-        await asyncio.gather(*(hashing(step.sealings[n], step.written[n]) for n in payloads))
 
     def _prepare(self, collector: Collector, state: Held) -> _Step:
         """Where the outer step is written, which is where the payloads lie. Off the loop."""

@@ -1,12 +1,13 @@
 """Sums of large tensors, which PyTorch makes by rows in fp32 where that loses nothing."""
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from gradientmail.backend.torch import ROW, ROWS_FROM, TorchBackend
-from gradientmail.backend.torch_chunks import CHUNK, piece_size
+from gradientmail.backend.torch_chunks import CHUNK, VIEWS, cut, piece_size
 
 BACKEND = TorchBackend()
 
@@ -90,3 +91,17 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(
     others, other_outs = everything(count, dtype)
     assert numbers == others
     assert all(map(torch.equal, outs, other_outs))
+
+
+@pytest.mark.parametrize("count", [1, VIEWS * 3, VIEWS * 9 + 2])
+def test_few_pieces_exist_at_a_time(count: int) -> None:
+    """Thousands would set off the garbage collector in the middle of a pass."""
+    x = torch.arange(count)
+    seen: list[weakref.ref[torch.Tensor]] = []
+    found: list[int] = []
+    for piece in cut(x, 3):
+        seen.append(weakref.ref(piece))
+        found += piece.tolist()
+        assert sum(one() is not None for one in seen) <= VIEWS
+    assert found == x.tolist()
+    assert len(seen) == -(-count // 3)

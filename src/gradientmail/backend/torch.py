@@ -13,6 +13,7 @@ from gradientmail.backend.torch_chunks import (
     again,
     chunks,
     constant,
+    cut,
     fp32_pieces,
     piece_size,
     pieces,
@@ -343,7 +344,7 @@ class _RowSums:
         self._product = scratch(like, size=size)
         self._by_row = self._product.view(-1, ROW)
         self._rows = torch.empty(like.numel() // ROW, dtype=torch.float32, device="cpu")
-        self._parts = iter(self._rows.split(size // ROW))
+        self._parts = cut(self._rows, size // ROW)
         self._count, self._tail = like.numel(), 0.0
 
     def add(self, x: Tensor, y: Tensor) -> None:

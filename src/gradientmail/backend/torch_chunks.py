@@ -4,7 +4,7 @@ Under 32,768 elements PyTorch stays on the calling thread, whatever its number o
 has but one, pieces are twice as large, so that half as many calls go over the same elements.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 
 from gradientmail.errors import MissingExtra
@@ -21,6 +21,7 @@ __all__ = [
     "again",
     "chunks",
     "constant",
+    "cut",
     "fp32_pieces",
     "piece_size",
     "pieces",
@@ -32,6 +33,10 @@ CHUNK = 31 * 1024
 """Elements worked on at a time: under PyTorch's 32,768, whole F4 blocks, whole rows of sums."""
 
 
+VIEWS = 32
+"""Pieces of an array that exist at a time: making each by itself takes nearly twice as long."""
+
+
 def piece_size() -> int:
     """Elements in a piece of a pass that begins now, a multiple of ``CHUNK``.
 
@@ -40,11 +45,19 @@ def piece_size() -> int:
     return 2 * CHUNK if torch.get_num_threads() == 1 else CHUNK
 
 
-def pieces(x: Tensor, size: int = CHUNK) -> Sequence[Tensor]:
+def cut(flat: Tensor, size: int) -> Iterator[Tensor]:
+    """Pieces of ``size`` of a flat array, made as they are needed, ``VIEWS`` at a time.
+
+    All at once would be thousands of objects, which set off the garbage collector, for nothing.
+    """
+    return chain.from_iterable(some.split(size) for some in flat.split(VIEWS * size))
+
+
+def pieces(x: Tensor, size: int = CHUNK) -> Iterable[Tensor]:
     """Flat pieces of a contiguous array, in order; none of an empty one."""
     if x.numel() <= size:  # cutting costs more than adding two small arrays does
         return (x.view(-1),) if x.numel() else ()
-    return x.view(-1).split(size)
+    return cut(x.view(-1), size)
 
 
 def chunks(*arrays: Tensor, size: int = CHUNK) -> Iterator[tuple[Tensor, ...]]:

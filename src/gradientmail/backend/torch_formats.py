@@ -7,7 +7,16 @@ so. What is in between stays in the cache, in scratch that is kept from piece to
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from gradientmail.backend.torch_chunks import CHUNK, Tensor, again, chunks, constant, scratch, torch
+from gradientmail.backend.torch_chunks import (
+    CHUNK,
+    Tensor,
+    again,
+    chunks,
+    constant,
+    cut,
+    scratch,
+    torch,
+)
 
 BLOCK = 32
 """Elements of an F4 tensor that share a scale."""
@@ -143,7 +152,7 @@ def _encode_blocks(
     Only with ``any_scale`` are the codes right, too, where that range is wide.
     """
     encoder: _BlockEncoder | None = None
-    each, each_packed = iter(pieces), iter(data.split(CHUNK // 2))
+    each, each_packed = iter(pieces), cut(data, CHUNK // 2)
     memory, ranges = scratch(scale, torch.int32), list[tuple[int, int]]()
     for (scales,), largest in zip(chunks(scale), again(memory, scale), strict=True):
         for part in largest.split(CHUNK // BLOCK):
@@ -182,7 +191,7 @@ def _decode_e2m1(data: Tensor, scale: Tensor, targets: Iterable[Tensor]) -> Iter
         return
     index = fields = factors = torch.empty(0, device="cpu")
     for target, packed, scales in zip(
-        targets, data.split(CHUNK // 2), scale.split(CHUNK // BLOCK), strict=True
+        targets, cut(data, CHUNK // 2), cut(scale, CHUNK // BLOCK), strict=True
     ):
         if index.numel() != packed.numel():
             index, fields = packed.int(), scales.int()

@@ -130,7 +130,7 @@ class Exchange:
         One call at a time. What is compressed before it is hashed has to wait for ``seal``.
         """
         stop = sealing.layout.written(counts)
-        if self._extension == PLAIN and stop > sealing.hashed:
+        if self._extension == PLAIN and stop > max(sealing.hashed, len(sealing.layout.header)):
             await self._offload(sealing.hash_until, stop)
 
     async def seal(self, sealing: Sealing, key_of: Callable[[str, str], str]) -> Sealed:
