@@ -20,7 +20,7 @@ from gradientmail.backend.torch_chunks import (
     scratch,
     torch,
 )
-from gradientmail.backend.torch_formats import DECODERS, ENCODERS, convert, pieces_of
+from gradientmail.backend.torch_formats import DECODERS, ENCODERS, convert
 from gradientmail.backend.torch_model import TorchParameters
 from gradientmail.backend.torch_names import TrainedSet, places
 from gradientmail.buffers import HOST, BufferPool
@@ -230,7 +230,8 @@ class TorchBackend(Backend):
         if scale is None:
             convert(x, data, dtype)
         else:
-            ENCODERS[dtype](pieces_of(x), data, scale)
+            size = piece_size()
+            ENCODERS[dtype](lambda: pieces(x, size), size, data, scale)
 
     @torch.inference_mode()  # a call costs less in it
     def decode(self, data: Tensor, dtype: str, scale: Tensor | None, out: Tensor) -> None:
@@ -238,7 +239,8 @@ class TorchBackend(Backend):
         if scale is None:
             convert(data, out, dtype)
         else:
-            _exhaust(DECODERS[dtype](data, scale, pieces_of(out)()))
+            size = piece_size()
+            _exhaust(DECODERS[dtype](data, scale, pieces(out, size), size))
 
     @torch.inference_mode()  # a call costs less in it
     def encode_difference(
@@ -252,13 +254,15 @@ class TorchBackend(Backend):
     ) -> bool:
         """``encode`` of ``left − right``, which exists in pieces only; whether it is finite."""
         del blank
-        memory = scratch(left)
+        size = piece_size()
+        memory = scratch(left, size=size)
 
         def differences() -> Iterator[Tensor]:
-            both = zip(fp32_pieces(left), fp32_pieces(right), again(memory, left), strict=True)
-            return (torch.sub(x, y, out=difference) for x, y, difference in both)
+            both = zip(fp32_pieces(left, size), fp32_pieces(right, size), strict=True)
+            results = zip(both, again(memory, left), strict=True)
+            return (torch.sub(x, y, out=difference) for (x, y), difference in results)
 
-        return ENCODERS[dtype](differences, data, scale)
+        return ENCODERS[dtype](differences, size, data, scale)
 
     @torch.inference_mode()  # a call costs less in it
     def add_decoded(
@@ -272,8 +276,9 @@ class TorchBackend(Backend):
     ) -> None:
         """``out = base + decoded``, which exists in pieces only."""
         del blank
-        decoded = DECODERS[dtype](data, scale, again(scratch(out), out))
-        for x, y, o in zip(fp32_pieces(base), decoded, pieces(out), strict=True):
+        size = piece_size()
+        decoded = DECODERS[dtype](data, scale, again(scratch(out, size=size), out), size)
+        for x, y, o in zip(fp32_pieces(base, size), decoded, pieces(out, size), strict=True):
             if o.dtype == torch.float32:
                 torch.add(x, y, out=o)
             else:

@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from gradientmail.backend.torch_chunks import (
-    CHUNK,
     Tensor,
     again,
     chunks,
     constant,
     cut,
+    piece_size,
     scratch,
     torch,
 )
@@ -22,24 +22,19 @@ BLOCK = 32
 """Elements of an F4 tensor that share a scale."""
 
 type Pieces = Callable[[], Iterable[Tensor]]
-"""Gives an F32 array from its start, in flat pieces of CHUNK; each is good until the next one."""
+"""Gives an F32 array from its start, in flat pieces; each is good until the next one."""
 
 
 def convert(source: Tensor, target: Tensor, dtype: str) -> None:
     """F32, F16 and BF16 into one another, rounded to nearest even."""
     if dtype not in ("F32", "F16", "BF16"):
         raise ValueError(f"unknown format {dtype!r}, or its scale is missing")
-    for x, out in chunks(source, target):
+    for x, out in chunks(source, target, size=piece_size()):
         out.copy_(x)
 
 
-def pieces_of(x: Tensor) -> Pieces:
-    """An F32 array that is in memory."""
-    return lambda: (piece for (piece,) in chunks(x))
-
-
-def _encode_e4m3(pieces: Pieces, data: Tensor, scale: Tensor) -> bool:
-    largest, values = 0.0, scratch(data)
+def _encode_e4m3(pieces: Pieces, size: int, data: Tensor, scale: Tensor) -> bool:
+    largest, values = 0.0, scratch(data, size=size)
     for piece in pieces():
         top = float(torch.abs(piece, out=values[: piece.numel()]).amax())
         if not math.isfinite(top):
@@ -49,7 +44,7 @@ def _encode_e4m3(pieces: Pieces, data: Tensor, scale: Tensor) -> bool:
     exponent = min(max(math.frexp(largest)[1] - 1 - 7, -126), 127) if largest else 0
     scale.fill_(2.0**exponent)
     inverse = constant(2.0**-exponent)
-    for piece, (target,) in zip(pieces(), chunks(data), strict=True):
+    for piece, (target,) in zip(pieces(), chunks(data, size=size), strict=True):
         # At most 256 after scaling, within the format's 448; the cast rounds to nearest even.
         target.copy_(torch.mul(piece, inverse, out=values[: piece.numel()]))
     return True
@@ -58,9 +53,11 @@ def _encode_e4m3(pieces: Pieces, data: Tensor, scale: Tensor) -> bool:
 _E4M3_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
 
 
-def _decode_e4m3(data: Tensor, scale: Tensor, targets: Iterable[Tensor]) -> Iterator[Tensor]:
-    index = scratch(data, torch.int32)
-    for (codes,), target in zip(chunks(data.view(torch.uint8)), targets, strict=True):
+def _decode_e4m3(
+    data: Tensor, scale: Tensor, targets: Iterable[Tensor], size: int
+) -> Iterator[Tensor]:
+    index = scratch(data, torch.int32, size)
+    for (codes,), target in zip(chunks(data.view(torch.uint8), size=size), targets, strict=True):
         torch.index_select(_E4M3_VALUES, 0, index[: codes.numel()].copy_(codes), out=target)
         yield target.mul_(scale)
 
@@ -133,29 +130,29 @@ class _BlockEncoder:
             self._rows.mul_(self._factor)
 
 
-def _encode_e2m1(pieces: Pieces, data: Tensor, scale: Tensor) -> bool:
+def _encode_e2m1(pieces: Pieces, size: int, data: Tensor, scale: Tensor) -> bool:
     if not data.numel():
         return True
-    least, largest = _encode_blocks(pieces(), data, scale, any_scale=False)
+    least, largest = _encode_blocks(pieces(), size, data, scale, any_scale=False)
     if largest >= _INFINITE:
         return False
     if least < _LEAST_FIELD or largest >= _TOO_LARGE:
-        _encode_blocks(pieces(), data, scale, any_scale=True)
+        _encode_blocks(pieces(), size, data, scale, any_scale=True)
     return True
 
 
 def _encode_blocks(
-    pieces: Iterable[Tensor], data: Tensor, scale: Tensor, *, any_scale: bool
+    pieces: Iterable[Tensor], size: int, data: Tensor, scale: Tensor, *, any_scale: bool
 ) -> tuple[int, int]:
     """Write codes and scales; the range of the bits of each block's largest magnitude.
 
     Only with ``any_scale`` are the codes right, too, where that range is wide.
     """
     encoder: _BlockEncoder | None = None
-    each, each_packed = iter(pieces), cut(data, CHUNK // 2)
+    each, each_packed = iter(pieces), cut(data, size // 2)
     memory, ranges = scratch(scale, torch.int32), list[tuple[int, int]]()
     for (scales,), largest in zip(chunks(scale), again(memory, scale), strict=True):
-        for part in largest.split(CHUNK // BLOCK):
+        for part in largest.split(size // BLOCK):
             piece, packed = next(each), next(each_packed)
             missing = -piece.numel() % BLOCK
             x = torch.cat([piece, piece.new_zeros(missing)]) if missing else piece
@@ -186,12 +183,14 @@ _E8M0_VALUES = (torch.arange(256, dtype=torch.int32, device="cpu") << 23).view(t
 _E8M0_VALUES[0], _E8M0_VALUES[255] = 2.0**-127, math.nan
 
 
-def _decode_e2m1(data: Tensor, scale: Tensor, targets: Iterable[Tensor]) -> Iterator[Tensor]:
+def _decode_e2m1(
+    data: Tensor, scale: Tensor, targets: Iterable[Tensor], size: int
+) -> Iterator[Tensor]:
     if not data.numel():
         return
     index = fields = factors = torch.empty(0, device="cpu")
     for target, packed, scales in zip(
-        targets, cut(data, CHUNK // 2), cut(scale, CHUNK // BLOCK), strict=True
+        targets, cut(data, size // 2), cut(scale, size // BLOCK), strict=True
     ):
         if index.numel() != packed.numel():
             index, fields = packed.int(), scales.int()
@@ -208,14 +207,14 @@ def _decode_e2m1(data: Tensor, scale: Tensor, targets: Iterable[Tensor]) -> Iter
         yield target
 
 
-ENCODERS: dict[str, Callable[[Pieces, Tensor, Tensor], bool]] = {
+ENCODERS: dict[str, Callable[[Pieces, int, Tensor, Tensor], bool]] = {
     "F8_E4M3": _encode_e4m3,
     "F4": _encode_e2m1,
 }
-"""Write the array that the pieces make into data and scale; whether all of it is finite."""
+"""Write the array that pieces of that size make into data and scale; whether all is finite."""
 
-DECODERS: dict[str, Callable[[Tensor, Tensor, Iterable[Tensor]], Iterator[Tensor]]] = {
+DECODERS: dict[str, Callable[[Tensor, Tensor, Iterable[Tensor], int], Iterator[Tensor]]] = {
     "F8_E4M3": _decode_e4m3,
     "F4": _decode_e2m1,
 }
-"""Write data and scale, decoded, into F32 pieces of CHUNK, and give each when it is done."""
+"""Write data and scale, decoded, into F32 pieces of that size; give each when it is done."""
