@@ -250,9 +250,30 @@ def remove(model: Adapted) -> None:
     del model.up.weight
 
 
+def replace_module(model: Adapted) -> None:
+    model.up = nn.Linear(2, 3, bias=False)
+
+
+def remove_module(model: Adapted) -> None:
+    model.up = None  # type: ignore[assignment]
+
+
+def remove_and_replace(model: Adapted) -> None:
+    del model.down
+    model.down = nn.Linear(4, 2, bias=False)
+
+
+def replace_frozen(model: Adapted) -> None:
+    model.base = nn.Linear(4, 3)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (replace_module, r"'up\.weight' was replaced by another tensor"),
+        (remove_module, r"'up\.weight' was removed"),
+        (remove_and_replace, r"'down\.weight' was replaced by another tensor"),
+        (replace_frozen, r"'base\.weight' was added"),
         (freeze, r"'up\.weight' was frozen \(requires_grad=False\)"),
         (unfreeze, r"'base\.bias' was unfrozen \(requires_grad=True\)"),
         (replace, r"'base\.weight' was replaced by another tensor"),
@@ -290,6 +311,42 @@ def test_what_is_frozen_only_within_a_step_and_frozen_additions_are_no_error() -
     aligned = Adapted(1)
     assert gm.align(aligned, mailbox=box) == joined.rounds_seen >= 0
     assert torch.equal(aligned.up.weight, model.up.weight)
+
+
+def idle(number: int) -> None:
+    """Train nothing."""
+
+
+def test_a_module_may_be_wrapped_or_moved_during_a_run() -> None:
+    """Its parameters are the same, whatever holds them; and what comes later is noticed again."""
+    model: Any = Adapted(0)
+    with session(gm.MemoryMailbox(), model) as joined:
+        model.up = checkpointing.checkpoint_wrapper(model.up)
+        train(joined, stepper(model))
+        model.down, model.moved = nn.Identity(), model.down
+        train(joined, idle)
+        model.moved = nn.Linear(4, 2, bias=False)
+        with pytest.raises(ValueError, match=r"'moved\.weight' was added"):
+            train(joined, idle, rounds=100)
+        del model.moved
+        with pytest.raises(ValueError, match=r"'down\.weight' was removed"):
+            train(joined, idle, rounds=100)
+
+
+@pytest.mark.parametrize("change", ["another", "none", "another with more"])
+def test_a_module_whose_averaged_buffers_are_exchanged_is_replaced(change: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False))
+    joined = session(gm.MemoryMailbox(), model, buffers="average")
+    model[1] = {
+        "another": nn.BatchNorm1d(3, affine=False),
+        "none": nn.Identity(),
+        "another with more": nn.Sequential(nn.BatchNorm1d(3, affine=False)),
+    }[change]
+    how = "replaced by another tensor" if change == "another" else "removed from the model"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"the buffer '1\.running_mean' was {how}"):
+            count(joined)
+    joined.close()
 
 
 # Buffers

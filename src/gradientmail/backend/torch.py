@@ -71,10 +71,10 @@ class TorchBackend(Backend):
     def _bind(self, model: object, *, averaged: bool) -> "TorchParameters":
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"a model is a torch.nn.Module, not a {type(model).__qualname__}")
-        trained = TrainedSet(model)
+        buffers = [place for place in places(model, "buffer") if place.tensor.is_floating_point()]
+        trained = TrainedSet(model, buffers if averaged else ())
         if not trained.parameters:
             raise ValueError("the model has no trainable parameter: none has requires_grad=True")
-        buffers = [place for place in places(model, "buffer") if place.tensor.is_floating_point()]
         parameters = TorchParameters(
             torch,
             trained.parameters,

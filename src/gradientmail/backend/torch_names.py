@@ -9,8 +9,9 @@ cannot be part of a model.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Literal
 
 from gradientmail.schema import TensorSpec
@@ -160,46 +161,72 @@ class TrainedSet:
     """Which parameters of a model are trained, and whether that has changed since.
 
     ``check`` is called with every snapshot, so it compares what it noted, some 0.1 µs a tensor,
-    and walks the modules again only when one of them has more or fewer children than before.
+    and walks the modules again only when one of them has other children than before.
     """
 
-    def __init__(self, model: Any) -> None:
-        """Note what is there now."""
+    def __init__(self, model: Any, buffers: Sequence[Place] = ()) -> None:
+        """Note what is there now; ``buffers`` are the places of those that are exchanged, too."""
         self._model = model
+        self._buffers = {place.name: place for place in buffers}
         self._places = [
             (place, place.table, place.key, place.tensor, bool(place.tensor.requires_grad))
             for place in places(model, "parameter")
         ]
         self.parameters = {place.name: p for place, _, _, p, trained in self._places if trained}
         """The trained ones by name."""
-        self._note_sizes()
+        self._note_tables()
 
     def check(self) -> None:
-        """Raise ``ValueError`` naming a parameter that was frozen, unfrozen, replaced or added."""
+        """Raise ``ValueError`` naming a parameter that was frozen, unfrozen, replaced or added.
+
+        Also one that is no longer in the model, be it with the module that held it, and a buffer
+        that is in another module now.
+        """
         for place, table, key, parameter, trained in self._places:
             now = table.get(key)
             if now is not parameter:
-                raise ValueError(_replaced(place.name, now))
+                raise ValueError(_replaced("parameter", place.name, now))
             if now.requires_grad is not trained:
                 raise ValueError(_switched(place.name, now.requires_grad))
-        if any(len(table) != size for table, size in self._sizes):
-            self._check_added()
+        if any(len(table) != size for table, size in self._sizes) or any(
+            len(table) != len(children) or not all(map(is_, table.values(), children))
+            for table, children in self._children
+        ):
+            self._check_modules()
 
-    def _check_added(self) -> None:
+    def _check_modules(self) -> None:
+        """Other modules may hold the same tensors: one was wrapped, or taken apart."""
         known = {id(parameter) for _, _, _, parameter, _ in self._places}
+        found: set[int] = set()
         for place in places(self._model, "parameter"):
+            found.add(id(place.tensor))
             if id(place.tensor) not in known and place.tensor.requires_grad:
+                if place.name in self.parameters:
+                    raise ValueError(_replaced("parameter", place.name, place.tensor))
                 raise ValueError(
                     f"the trainable parameter {place.name!r} was added since the session began, "
                     f"and would not be exchanged. {_BEFORE}"
                 )
-        self._note_sizes()
+        for name, parameter in self.parameters.items():
+            if id(parameter) not in found:
+                raise ValueError(_replaced("parameter", name, None))
+        self._check_buffers()
+        self._note_tables()
 
-    def _note_sizes(self) -> None:
+    def _check_buffers(self) -> None:
+        tables = {id(module._buffers) for _, module in modules(self._model)}  # noqa: SLF001
+        now = {place.name: place.tensor for place in places(self._model, "buffer")}
+        for name, place in self._buffers.items():
+            if id(place.table) not in tables:
+                raise ValueError(_replaced("buffer", name, now.get(name)))
+
+    def _note_tables(self) -> None:
         self._sizes: list[tuple[dict[str, Any], int]] = []
+        self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         for _, module in modules(self._model):
-            for table in (module._parameters, module._modules):  # noqa: SLF001
-                self._sizes.append((table, len(table)))
+            self._sizes.append((module._parameters, len(module._parameters)))  # noqa: SLF001
+            children = module._modules  # noqa: SLF001
+            self._children.append((children, tuple(children.values())))
 
 
 _BEFORE = (
@@ -213,10 +240,10 @@ def _switched(name: str, trained: bool) -> str:
     return f"the parameter {name!r} was {how} since the session began. {_BEFORE}"
 
 
-def _replaced(name: str, now: Any) -> str:
+def _replaced(kind: Kind, name: str, now: Any) -> str:
     how = "removed from the model" if now is None else "replaced by another tensor"
     return (
-        f"the parameter {name!r} was {how} since the session began, and the exchange would go on "
+        f"the {kind} {name!r} was {how} since the session began, and the exchange would go on "
         "with the old one. Copy values in place instead (model.load_state_dict without "
         "assign=True). " + _BEFORE
     )
