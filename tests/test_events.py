@@ -98,7 +98,7 @@ SENTENCES: list[tuple[Event, str]] = [
     (LearnerLost(learner="b"), "b has not renewed its lease"),
     (
         events.LeaseLost(learner="b"),
-        "another process joined as b; this one publishes nothing more",
+        "another session joined as b; this one publishes nothing more",
     ),
     (
         events.StoreUnavailable(operation="get", error="timed out", retry_seconds=0.5),
@@ -148,7 +148,7 @@ SENTENCES: list[tuple[Event, str]] = [
     ),
     (
         events.LearnerMissing(learner="b", rounds=(3, 4, 5), missed=6, rejected=(), why="too far"),
-        "b is live and was in none of the last 6 rounds (up to round 5): too far",
+        "b holds its lease and was in none of the last 6 rounds (up to round 5): too far",
     ),
     (
         events.RoundWaits(

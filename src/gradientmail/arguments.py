@@ -118,5 +118,6 @@ def check_mailbox(mailbox: object) -> None:
     if not isinstance(mailbox, Mailbox):
         raise TypeError(
             "mailbox must have put_if_absent, get, list and delete, which "
-            f"{type(mailbox).__name__} has not"
+            f"{type(mailbox).__name__} has not: pass FilesystemMailbox(folder), S3Mailbox(...) or "
+            "open_mailbox(url)"
         )

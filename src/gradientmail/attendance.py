@@ -110,9 +110,9 @@ class Attendance:
 
 
 _SILENT = (
-    "nothing of it was there when they closed. It may be joining still, be slower than the rounds, "
-    "look into the mailbox too rarely (its poll_interval), or not call session.step; its own log "
-    "says more"
+    "nothing of it was there when they closed. It may have died, which its lease will show, be "
+    "joining still, be slower than the rounds, look into the mailbox too rarely (its "
+    "poll_interval), or not call session.step; its own log says more"
 )
 
 

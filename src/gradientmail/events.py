@@ -277,7 +277,7 @@ class LeaseLost(Event):
     learner: str
 
     def __str__(self) -> str:
-        return f"another process joined as {self.learner}; this one publishes nothing more"
+        return f"another session joined as {self.learner}; this one publishes nothing more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

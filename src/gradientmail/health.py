@@ -102,8 +102,8 @@ class LearnerMissing(Event):
 
     def __str__(self) -> str:
         return (
-            f"{self.learner} is live and was in none of the last {self.missed} rounds (up to round "
-            f"{self.rounds[-1]}): {self.why}"
+            f"{self.learner} holds its lease and was in none of the last {self.missed} rounds "
+            f"(up to round {self.rounds[-1]}): {self.why}"
         )
 
 

@@ -308,9 +308,9 @@ class Node:
         self._announce(LeaseLost(learner=learner))
         self._handoff.fail(
             LearnerReplaced(
-                f"another process joined this run with the learner id {learner!r} and goes on with "
-                "it; this one publishes nothing more. Stop this process, or give every process a "
-                "learner_id of its own"
+                "another session, here or in another process, joined this run with the learner id "
+                f"{learner!r} and goes on with it; this one publishes nothing more. Stop this one, "
+                "or give every session a learner_id of its own"
             )
         )
 

@@ -72,11 +72,11 @@ def test_anything_else_is_a_type_error_that_says_what_is_accepted(thing: object)
         ({}, "that is empty"),
         ({"w": torch.zeros(2)}, r"of torch\.Tensor"),
         ({"w": mx.zeros(2)}, r"of mlx\.core\.array"),
-        ({"w": [1.0], "b": 2.0}, r"of builtins\.float, builtins\.list"),
+        ({"w": [1.0], "b": 2.0}, r"of float, list"),
     ],
 )
 def test_a_mapping_of_something_else_says_of_what(mapping: object, held: str) -> None:
-    with pytest.raises(TypeError, match=rf"not a builtins\.dict {held}"):
+    with pytest.raises(TypeError, match=rf"not a dict {held}"):
         backend_for(mapping)
 
 

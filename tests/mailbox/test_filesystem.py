@@ -163,6 +163,8 @@ def test_root_may_be_a_link_a_relative_path_or_new(
     run(main())
     with pytest.raises(NotADirectoryError, match=r"needs a folder.*real/key"):
         FilesystemMailbox(tmp_path / "real/key")
+    with pytest.raises(NotADirectoryError, match=r"needs a folder.*real/key'$"):
+        FilesystemMailbox(tmp_path / "real/key/deeper/run")
     with pytest.raises(ValueError, match="empty"):
         FilesystemMailbox("")
     with pytest.raises(ValueError, match="URL 's3://bucket/run'"):

@@ -218,7 +218,7 @@ def test_nan_in_an_array_is_put_right(tmp_path: Path) -> None:
         ({"w": np.zeros(3)}, ValueError, r"'w' is float64.*astype"),
         ({"w": np.zeros(3, np.float32), 4: np.zeros(2)}, TypeError, "names of arrays are strings"),
         ({"step": np.arange(3)}, ValueError, "no floating array"),
-        ({}, TypeError, r"a dict of NumPy arrays, not a builtins\.dict that is empty"),
+        ({}, TypeError, r"a dict of NumPy arrays, not a dict that is empty"),
     ],
     ids=["float64", "number", "integers", "empty"],
 )

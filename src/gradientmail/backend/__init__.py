@@ -58,7 +58,7 @@ def backend_for(model: object) -> Backend:
         return __getattr__("NumpyBackend")()
     raise TypeError(
         "a model is a torch.nn.Module, an mlx.nn.Module or a dict of NumPy arrays, not a "
-        f"{type(model).__module__}.{type(model).__qualname__}{_held_by(model)}"
+        f"{_class_of(model)}{_held_by(model)}"
     )
 
 
@@ -72,5 +72,12 @@ def _held_by(model: object) -> str:
     """What a mapping holds instead of arrays, for an error."""
     if not isinstance(model, Mapping):
         return ""
-    kinds = sorted({f"{type(v).__module__}.{type(v).__qualname__}" for v in model.values()})
+    kinds = sorted({_class_of(value) for value in model.values()})
     return f" of {', '.join(kinds[:3])}" if kinds else " that is empty"
+
+
+def _class_of(value: object) -> str:
+    """Its class as one writes it: ``dict``, ``torch.Tensor``."""
+    kind = type(value)
+    within = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"{within}{kind.__qualname__}"

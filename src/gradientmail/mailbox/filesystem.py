@@ -67,9 +67,12 @@ class FilesystemMailbox:
         self._pool = HOST
         self._known_folders: set[str] = set()
         self._links: bool | None = None
-        if os.path.lexists(self.path) and not os.path.isdir(self.path):
+        found = self.path
+        while not os.path.lexists(found) and found != os.path.dirname(found):
+            found = os.path.dirname(found)
+        if os.path.lexists(found) and not os.path.isdir(found):
             raise NotADirectoryError(
-                errno.ENOTDIR, "a mailbox needs a folder, and something else is there", self.path
+                errno.ENOTDIR, "a mailbox needs a folder, and something else is there", found
             )
         if not create:
             if not os.path.isdir(self.path):
