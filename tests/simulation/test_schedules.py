@@ -9,7 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gradientmail.algorithm import outer_parts
 from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.backend.base import Array
 from gradientmail.testing.plans import (
     ALGORITHMS,
     FAULT_KINDS,
@@ -23,6 +25,7 @@ from gradientmail.testing.plans import (
 )
 from gradientmail.testing.schedules import main, simulate
 from gradientmail.testing.simulated import Connection
+from gradientmail.testing.vector import VectorBackend
 
 SHORT = Plan(
     DiLoCo(sync_every=2, fragments=2),
@@ -73,6 +76,26 @@ def test_every_single_fault_of_a_short_run(
 
 def test_the_short_run_has_the_calls_that_single_faults_strike() -> None:
     assert min(simulate(SHORT).calls[:2]) > CALLS
+
+
+@pytest.mark.parametrize("commit_dtype", [None, "F32"])
+def test_tensors_that_are_stepped_in_ranges(
+    monkeypatch: pytest.MonkeyPatch, commit_dtype: str | None
+) -> None:
+    """As large ones are; all of these are too small for that."""
+    monkeypatch.setattr(outer_parts, "PART", 1)
+    whole, cut = VectorBackend.part, list[int]()
+
+    def part(self: VectorBackend, array: Array, start: int, stop: int) -> Array:
+        cut.append(stop - start)
+        return whole(self, array, start, stop)
+
+    monkeypatch.setattr(VectorBackend, "part", part)
+    algorithm = replace(SHORT.algorithm, commit_dtype=commit_dtype)
+    outcome = simulate(replace(SHORT, algorithm=algorithm))
+    assert outcome.violations == ()
+    assert outcome.rounds > 2
+    assert set(cut) == {1}
 
 
 faults = st.builds(

@@ -94,7 +94,10 @@ class Backend(ABC):
         """
 
     def part(self, array: Array, start: int, stop: int) -> Array:
-        """Its elements from ``start`` to ``stop``, flat, in the same memory; not of ``F4``."""
+        """Its elements from ``start`` to ``stop``, flat, in the same memory; not of ``F4``.
+
+        As here for arrays that know ``reshape``.
+        """
         return array.reshape(-1)[start:stop]
 
     def on_host(self, array: Array) -> Array:

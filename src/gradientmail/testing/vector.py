@@ -84,6 +84,10 @@ class VectorBackend(Backend):
         return buffer.cast("f")
 
     @override
+    def part(self, array: Array, start: int, stop: int) -> Array:
+        return array[start:stop]
+
+    @override
     def subtract(self, left: Array, right: Array, out: Array) -> None:
         for index, (x, y) in enumerate(zip(left, right, strict=True)):
             out[index] = x - y
