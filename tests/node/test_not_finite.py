@@ -1,5 +1,6 @@
 """A NaN in one learner never reaches the others, and does not stop the run."""
 
+import asyncio
 import math
 from collections.abc import Callable
 
@@ -21,9 +22,11 @@ from tests.node.worlds import (
 )
 
 from gradientmail.algorithm.diloco import DiLoCo, WeightedMean
+from gradientmail.backend.torch import TorchBackend
 from gradientmail.events import ParametersNotFinite, ParametersOutOfRange
 from gradientmail.testing.virtual_time import run_virtual
 from gradientmail.testing.world import train_together
+from gradientmail.verification import verify
 
 ALGORITHM = DiLoCo(sync_every=4, fragments=2, in_flight=2, quorum_size=2)
 
@@ -200,6 +203,45 @@ def test_huge_finite_contributions_leave_the_run_finite() -> None:
         await node.kill()
 
     run_virtual(main, limit_seconds=2000)
+
+
+@pytest.mark.parametrize("commit_dtype", [None, "F32", "F16", "F4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_was_held_in_range_is_no_violation(
+    dtype: torch.dtype, commit_dtype: str | None
+) -> None:
+    """Neither with the deltas still there, nor after the sweeps."""
+
+    async def main() -> tuple[dict[str, bytes], dict[str, bytes]]:
+        algorithm = DiLoCo(
+            sync_every=4,
+            fragments=2,
+            in_flight=2,
+            quorum_size=2,
+            delta_dtype="F32",
+            commit_dtype=commit_dtype,
+        )
+        world = World(algorithm)
+        node = world.node("a", model=Tiny(0, dtype))
+        await node.join()
+        for number in range(6):
+            payload = delta_payload(world.archive, number % 2, 3.3e38)
+            plant_snapshot(world.archive, number, "z", payload)
+        await node.train(26)
+        held = {event.round for event in happened(node, ParametersOutOfRange)}
+        assert held >= {2, 3, records(world.archive)[-1]["round"]}
+        ever = {key: found[0] for key, found in world.archive.ever.items()}
+        left = dict(world.archive._objects)
+        await node.kill()
+        return {k: found for k, found in ever.items() if not k.startswith("leases/")}, left
+
+    ever, left = run_virtual(main, limit_seconds=2000)
+    report = asyncio.run(verify(ever, backend=TorchBackend(), swept=False))
+    assert report.violations == ()
+    assert report.rounds == report.recomputed > 10
+    report = asyncio.run(verify(left, backend=TorchBackend()))
+    assert report.violations == ()
+    assert report.consistent >= 2
 
 
 def test_updates_too_small_for_bf16_add_up_in_the_master() -> None:

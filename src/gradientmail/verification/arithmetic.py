@@ -6,13 +6,13 @@ update) they are compared as bytes.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from gradientmail.algorithm.merge import Fold, contribution_weight
 from gradientmail.algorithm.outer import FragmentState, apply_update, outer_steps
-from gradientmail.algorithm.precision import decode_tensors, fp32_array
+from gradientmail.algorithm.precision import LARGEST, decode_tensors, fp32_array
 from gradientmail.backend.base import Array, Backend
 from gradientmail.exchange.exchange import Payload
 from gradientmail.exchange.payload import PayloadLayout, sha256_hex
@@ -25,6 +25,8 @@ ROUNDING = 2.0**-21
 """Relative error allowed to a few fp32 operations."""
 MERGING = 1e-4
 """The same for a merge, whose contributions may have been summed in another order."""
+BEYOND = 1.0 + 2.0**-23
+"""Times the largest fp32 value, this is an infinity; times any but it and the next one, none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class Arithmetic:
 
         The merged delta is what the momentum took in, ``Δ = m' − β·m``, and leads from the old
         master to the new one; only in a final round the momentum stays as it was, and any Δ may.
+        A tensor that was held at the ends of fp32 does not show where it would have gone.
         """
         backend = self._backend
         before, after = old.arrays(backend), new.arrays(backend)
@@ -123,6 +126,8 @@ class Arithmetic:
         steps = outer_steps(self._run.algorithm, fragment.specs, self._run.averaged)
         for outer, spec in ((outer, spec) for outer, specs in steps for spec in specs):
             taken, kept = after.momentum(spec.name), before.momentum(spec.name)
+            if self._held(spec, taken) or self._held(spec, after.master(spec.name)):
+                continue
             delta = [(1.0, taken)] + ([] if kept is None else [(-outer.momentum, kept)])
             merged = fp32_array(backend, spec, memory)
             backend.combine(delta, merged)
@@ -148,6 +153,12 @@ class Arithmetic:
         if kept is None:
             return self._backend.sum_of_squares(taken) == 0.0
         return self._distance(spec, taken, kept) == 0.0
+
+    def _held(self, spec: TensorSpec, x: Array) -> bool:
+        """Whether a value of the F32 ``x`` lies at the end of its range."""
+        further = fp32_array(self._backend, spec, memory)
+        self._backend.combine(((BEYOND, x),), further)
+        return not self._backend.is_finite(further)
 
     def _apart(
         self,
@@ -196,7 +207,8 @@ class Arithmetic:
     ) -> Iterator[str]:
         """Where theta is not its master rounded, or not what ``update`` makes of the old theta.
 
-        ``digest`` is the record's, of the rebuilt theta.
+        Either is held at the ends of its dtype, as a closer does, where it lies beyond and theta
+        does not. ``digest`` is the record's, of theta.
         """
         backend = self._backend
         buffer = fragment.theta.blank(memory)
@@ -210,10 +222,20 @@ class Arithmetic:
             arrays = payload_arrays(backend, update)
             before = payload_arrays(backend, old.theta)
             apply_update(backend, fragment.specs, before, arrays, dtype, theta, memory)
-            if sha256_hex(buffer) != digest:
-                yield "the update does not lead to the theta whose digest is recorded"
         else:
             return
+        self._hold(fragment, theta, payload_arrays(backend, new.theta))
+        if update is not None and sha256_hex(buffer) != digest:
+            yield "the update does not lead to the theta whose digest is recorded"
         for name, slot in fragment.theta.slots.items():
             if new.theta.data(name) != buffer[slot.start : slot.stop]:
                 yield f"{name}: theta is not what {'the update' if update else 'its master'} gives"
+
+    def _hold(
+        self, fragment: Fragment, theta: Mapping[str, Array], found: Mapping[str, Array]
+    ) -> None:
+        """Hold what is not finite in ``theta`` at the ends of its dtype, if ``found`` is finite."""
+        for spec in fragment.specs:
+            finite = self._backend.is_finite
+            if not finite(theta[spec.name]) and finite(found[spec.name]):
+                self._backend.clamp(theta[spec.name], LARGEST[spec.dtype])
