@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gradientmail.exchange import layout
 from gradientmail.exchange.lease import LAST_SWEPT, Lease, LeaseBook, kept_seconds, sweep_beats
+from gradientmail.exchange.records import Beat
 from gradientmail.mailbox.memory import MemoryMailbox
 
 
@@ -37,6 +38,57 @@ def test_the_newer_of_two_processes_with_one_id_wins() -> None:
         return await older.renew(), await newer.renew()
 
     assert asyncio.run(main()) == (False, True)
+
+
+def test_who_was_away_for_two_successors_is_older_than_the_second_too() -> None:
+    """The first successor left and took all beats with it, so the second counts from 1 again."""
+
+    async def main() -> tuple[bool, bool, tuple[str, ...]]:
+        mailbox = MemoryMailbox()
+        oldest, between, newest = (Lease(mailbox, "a", token) for token in ("old", "mid", "new"))
+        await oldest.acquire()
+        for _ in range(3):
+            await oldest.renew()
+        await between.acquire()
+        await between.release()
+        await newest.acquire()
+        assert newest.beat == 1
+        return await oldest.renew(), await newest.renew(), tuple(await mailbox.list("leases/"))
+
+    assert asyncio.run(main()) == (False, True, (layout.beat_key("a", 2),))
+
+
+def test_of_two_that_were_swept_the_newer_wins_whoever_wakes_first() -> None:
+    async def main(first: int) -> list[bool]:
+        mailbox = MemoryMailbox()
+        older, newer = Lease(mailbox, "a", "old"), Lease(mailbox, "a", "new")
+        for lease in (older, newer):
+            await lease.acquire()
+            for _ in range(3):
+                assert await lease.renew()
+            await sweep_beats(mailbox, await mailbox.list(layout.beats_prefix("a")))
+        woken = [older, newer, older] if first == 0 else [newer, older, newer]
+        return [await lease.renew() for lease in woken]
+
+    assert asyncio.run(main(0)) == [True, True, False]
+    assert asyncio.run(main(1)) == [True, False, True]
+
+
+def test_who_finds_its_last_beat_deleted_and_nobody_there_goes_on() -> None:
+    """By a person, say; what is there is no beat, or one of its own that was not deleted."""
+
+    async def main() -> tuple[bool, tuple[str, ...]]:
+        mailbox = MemoryMailbox()
+        lease = Lease(mailbox, "a", "token")
+        await lease.acquire()
+        for _ in range(4):
+            await lease.renew()
+        await mailbox.delete([layout.beat_key("a", 5)])
+        await mailbox.put_if_absent(layout.beat_key("a", 3), Beat("token").to_bytes())
+        await mailbox.put_if_absent(layout.beat_key("a", 2), b"garbage")
+        return await lease.renew(), tuple(await mailbox.list("leases/"))
+
+    assert asyncio.run(main()) == (True, (layout.beat_key("a", 6),))
 
 
 def test_who_was_swept_goes_on_and_its_next_process_is_newer_all_the_same() -> None:

@@ -98,7 +98,15 @@ class Lease:
                 await self._remove((self.beat,))
                 return False
             await self._remove((newer,))
-        await self._remove(number for number in numbers if number < self.beat)
+        older = [number for number in numbers if number < self.beat]
+        if self.beat - 1 not in older and max(_noted(keys), default=0) < self.beat - 1:
+            # No sweep, after which who begins counts on, but a newer process deleted the last beat,
+            # and after its end the next one has begun at 1.
+            for number in older:
+                if await self._is_anothers(number):
+                    await self._remove((self.beat,))
+                    return False
+        await self._remove(older)
         return True
 
     async def release(self) -> None:
@@ -140,6 +148,13 @@ class Lease:
         except ProtocolError:
             return True
         return number > LAST_BEAT
+
+    async def _is_anothers(self, number: int) -> bool:
+        try:
+            found = await self._read(number)
+        except ProtocolError:
+            return False
+        return found is not None and found.token != self._token
 
     async def _read(self, number: int) -> Beat | None:
         key = layout.beat_key(self._learner, number)
