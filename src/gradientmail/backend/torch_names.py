@@ -11,6 +11,7 @@ cannot be part of a model.
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import Any, Literal
 
@@ -160,8 +161,8 @@ def tensor_spec(name: str, tensor: Any, kind: Kind = "parameter") -> TensorSpec:
 class TrainedSet:
     """Which parameters of a model are trained, and whether that has changed since.
 
-    ``check`` is called with every snapshot, so it compares what it noted, some 0.1 µs a tensor,
-    and walks the modules again only when one of them has other children than before.
+    ``check`` is called with every snapshot, so it compares what it noted, some 0.2 µs a tensor
+    and a module, and walks the modules again only when one of them has other children than before.
     """
 
     def __init__(self, model: Any, buffers: Sequence[Place] = ()) -> None:
@@ -188,10 +189,9 @@ class TrainedSet:
                 raise ValueError(_replaced("parameter", place.name, now))
             if now.requires_grad is not trained:
                 raise ValueError(_switched(place.name, now.requires_grad))
-        if any(len(table) != size for table, size in self._sizes) or any(
-            len(table) != len(children) or not all(map(is_, table.values(), children))
-            for table, children in self._children
-        ):
+        sizes = [list(map(len, tables)) for tables in self._tables]
+        children = chain.from_iterable(map(dict.values, self._tables[1]))
+        if sizes != self._sizes or not all(map(is_, children, self._children)):
             self._check_modules()
 
     def _check_modules(self) -> None:
@@ -221,12 +221,14 @@ class TrainedSet:
                 raise ValueError(_replaced("buffer", name, now.get(name)))
 
     def _note_tables(self) -> None:
-        self._sizes: list[tuple[dict[str, Any], int]] = []
-        self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
-        for _, module in modules(self._model):
-            self._sizes.append((module._parameters, len(module._parameters)))  # noqa: SLF001
-            children = module._modules  # noqa: SLF001
-            self._children.append((children, tuple(children.values())))
+        """Of all modules: the tables of parameters and of children, how full, and the children."""
+        found = [module for _, module in modules(self._model)]
+        self._tables: tuple[list[dict[str, Any]], list[dict[str, Any]]] = (
+            [module._parameters for module in found],  # noqa: SLF001
+            [module._modules for module in found],  # noqa: SLF001
+        )
+        self._sizes = [list(map(len, tables)) for tables in self._tables]
+        self._children = list(chain.from_iterable(map(dict.values, self._tables[1])))
 
 
 _BEFORE = (
