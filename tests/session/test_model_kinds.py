@@ -333,6 +333,46 @@ def test_a_module_may_be_wrapped_or_moved_during_a_run() -> None:
             train(joined, idle, rounds=100)
 
 
+class Tied(nn.Module):
+    """One weight in two places, and a place without a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+        self.down.weight = self.up.weight
+
+
+def untie(model: Tied) -> None:
+    model.down.weight = nn.Parameter(torch.ones(3, 3))
+
+
+def fill(model: Tied) -> None:
+    model.down.bias = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize(("change", "name"), [(untie, "down.weight"), (fill, "down.bias")])
+def test_a_parameter_that_comes_where_none_was_or_a_tied_one_was_added(
+    change: Callable[[Tied], None], name: str
+) -> None:
+    model = Tied()
+    joined = session(gm.MemoryMailbox(), model)
+    change(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"'{name}' was added since the session began"):
+            count(joined)
+    joined.close()
+
+
+def test_a_frozen_addition_that_is_unfrozen_later_was_added() -> None:
+    model: Any = Adapted(0)
+    with session(gm.MemoryMailbox(), model) as joined:
+        model.probe = nn.Linear(2, 2).requires_grad_(requires_grad=False)
+        train(joined, stepper(model))
+        model.probe.requires_grad_(requires_grad=True)
+        with pytest.raises(ValueError, match=r"'probe\.weight' was added"):
+            train(joined, idle, rounds=100)
+
+
 @pytest.mark.parametrize("change", ["another", "none", "another with more"])
 def test_a_module_whose_averaged_buffers_are_exchanged_is_replaced(change: str) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False))

@@ -190,8 +190,12 @@ class TrainedSet:
             if now.requires_grad is not trained:
                 raise ValueError(_switched(place.name, now.requires_grad))
         sizes = [list(map(len, tables)) for tables in self._tables]
-        children = chain.from_iterable(map(dict.values, self._tables[1]))
-        if sizes != self._sizes or not all(map(is_, children, self._children)):
+        held = chain.from_iterable(map(dict.values, chain(*self._tables)))
+        if (
+            sizes != self._sizes
+            or not all(map(is_, held, self._held))
+            or any(parameter.requires_grad is not trained for parameter, trained in self._later)
+        ):
             self._check_modules()
 
     def _check_modules(self) -> None:
@@ -221,14 +225,23 @@ class TrainedSet:
                 raise ValueError(_replaced("buffer", name, now.get(name)))
 
     def _note_tables(self) -> None:
-        """Of all modules: the tables of parameters and of children, how full, and the children."""
+        """Of all modules: the tables of parameters and of children, how full, and what is there.
+
+        Also where no parameter is, or one hangs once more; and which came later, all frozen.
+        """
         found = [module for _, module in modules(self._model)]
         self._tables: tuple[list[dict[str, Any]], list[dict[str, Any]]] = (
             [module._parameters for module in found],  # noqa: SLF001
             [module._modules for module in found],  # noqa: SLF001
         )
         self._sizes = [list(map(len, tables)) for tables in self._tables]
-        self._children = list(chain.from_iterable(map(dict.values, self._tables[1])))
+        self._held = list(chain.from_iterable(map(dict.values, chain(*self._tables))))
+        known = {id(parameter) for _, _, _, parameter, _ in self._places}
+        self._later = [
+            (parameter, parameter.requires_grad)
+            for parameter in chain.from_iterable(map(dict.values, self._tables[0]))
+            if parameter is not None and id(parameter) not in known
+        ]
 
 
 _BEFORE = (
