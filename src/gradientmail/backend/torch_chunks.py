@@ -50,6 +50,8 @@ def cut(flat: Tensor, size: int) -> Iterator[Tensor]:
 
     All at once would be thousands of objects, which set off the garbage collector, for nothing.
     """
+    if flat.numel() <= VIEWS * size:
+        return iter(flat.split(size))
     return chain.from_iterable(some.split(size) for some in flat.split(VIEWS * size))
 
 
