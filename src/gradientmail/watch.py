@@ -22,7 +22,7 @@ from gradientmail.events import (
 )
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
-from gradientmail.exchange.lease import LeaseBook, kept_seconds
+from gradientmail.exchange.lease_book import LeaseBook, kept_seconds
 from gradientmail.exchange.records import Estimates, RoundRecord
 from gradientmail.progress import Progress
 from gradientmail.rhythm import LONGEST_PAUSE_SECONDS, Rhythm

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradientmail.errors import MailboxUnavailable
 from gradientmail.exchange import layout
-from gradientmail.exchange.lease import LAST_SWEPT, Lease, LeaseBook, kept_seconds, sweep_beats
+from gradientmail.exchange.lease import LAST_SWEPT, MOST_OLDER, Lease, sweep_beats
+from gradientmail.exchange.lease_book import LeaseBook, kept_seconds
 from gradientmail.exchange.records import Beat
 from gradientmail.mailbox.memory import MemoryMailbox
 
@@ -40,22 +42,110 @@ def test_the_newer_of_two_processes_with_one_id_wins() -> None:
     assert asyncio.run(main()) == (False, True)
 
 
-def test_who_was_away_for_two_successors_is_older_than_the_second_too() -> None:
-    """The first successor left and took all beats with it, so the second counts from 1 again."""
+@pytest.mark.parametrize("renewed", [0, 1, 3])
+@pytest.mark.parametrize("waking", ["between", "ahead", "meanwhile", "losing"])
+def test_who_was_away_for_two_successors_is_older_than_the_second_too(
+    renewed: int, waking: str
+) -> None:
+    """The first successor left and took all beats with it, so the second counts from 1 again.
 
-    async def main() -> tuple[bool, bool, tuple[str, ...]]:
-        mailbox = MemoryMailbox()
+    It may hold the very beat that the sleeper held last, renew while the sleeper looks around, or
+    find what the sleeper wrote and could not delete.
+    """
+
+    async def main() -> tuple[list[bool], Sequence[str], int]:
+        mailbox = _FailingDeletes()
         oldest, between, newest = (Lease(mailbox, "a", token) for token in ("old", "mid", "new"))
         await oldest.acquire()
-        for _ in range(3):
+        for _ in range(renewed):
             await oldest.renew()
         await between.acquire()
         await between.release()
         await newest.acquire()
         assert newest.beat == 1
-        return await oldest.renew(), await newest.renew(), tuple(await mailbox.list("leases/"))
+        for _ in range(renewed if waking == "ahead" else 0):
+            await newest.renew()
+        if waking == "meanwhile":
+            won = list(await asyncio.gather(oldest.renew(), newest.renew()))
+        else:
+            mailbox.failing = waking == "losing"
+            won = [await oldest.renew()]
+            mailbox.failing = False
+            won.append(await newest.renew())
+        won.append(await newest.renew())
+        await oldest.release()
+        return won, await mailbox.list(""), newest.beat
 
-    assert asyncio.run(main()) == (False, True, (layout.beat_key("a", 2),))
+    won, left, beat = asyncio.run(main())
+    assert won == [False, True, True]
+    assert left == (layout.beat_key("a", beat),)
+
+
+class _FailingDeletes(MemoryMailbox):
+    failing = False
+
+    @override
+    async def delete(self, keys: Iterable[str], /) -> None:
+        if self.failing:
+            raise MailboxUnavailable("no deletes now")
+        await super().delete(keys)
+
+
+def test_who_begins_while_an_older_one_wakes_goes_past_it() -> None:
+    """The older one writes between the newer one's listing, which shows nobody, and its beat."""
+
+    class Waking(MemoryMailbox):
+        older: Lease | None = None
+
+        @override
+        async def put_if_absent(self, key: str, data: Buffer, /) -> bool:
+            woken, self.older = self.older, None
+            if woken is not None:
+                assert await woken.renew()
+            return await super().put_if_absent(key, data)
+
+    async def main() -> tuple[bool, bool, Sequence[str]]:
+        mailbox = Waking()
+        older, newer = Lease(mailbox, "a", "old"), Lease(mailbox, "a", "new")
+        await older.acquire()
+        for _ in range(3):
+            await older.renew()
+        await mailbox.delete(await mailbox.list(""))
+        mailbox.older = older
+        await newer.acquire()
+        return await older.renew(), await newer.renew(), await mailbox.list("")
+
+    assert asyncio.run(main()) == (False, True, (layout.beat_key("a", 7),))
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"token":"other"}'])
+def test_versions_that_do_not_say_whom_they_know_are_newer_if_their_beat_is(body: bytes) -> None:
+    async def main(number: int) -> tuple[bool, Sequence[str]]:
+        mailbox = MemoryMailbox()
+        lease = Lease(mailbox, "a", "token")
+        await lease.acquire()
+        await lease.renew()
+        await mailbox.put_if_absent(layout.beat_key("a", number), body)
+        return await lease.renew(), await mailbox.list("")
+
+    assert asyncio.run(main(1)) == (True, (layout.beat_key("a", 3),))
+    assert asyncio.run(main(3)) == (False, (layout.beat_key("a", 3),))
+    assert asyncio.run(main(9)) == (False, (layout.beat_key("a", 9),))
+
+
+def test_a_beat_names_the_newest_of_the_older_processes() -> None:
+    async def main() -> Beat:
+        mailbox = MemoryMailbox()
+        for number in range(MOST_OLDER + 9):
+            await Lease(mailbox, "a", f"t{number}").acquire()
+        (key,) = await mailbox.list("")
+        data = await mailbox.get(key)
+        assert data is not None
+        return Beat.from_bytes(data)
+
+    last = MOST_OLDER + 8
+    named = tuple(f"t{number}" for number in reversed(range(last - MOST_OLDER, last)))
+    assert asyncio.run(main()) == Beat(f"t{last}", named)
 
 
 def test_of_two_that_were_swept_the_newer_wins_whoever_wakes_first() -> None:

@@ -95,6 +95,8 @@ def test_small_records_are_exactly_these_bytes() -> None:
     assert Beat(None).to_bytes() == b"{}"
     assert Beat.from_bytes(b"{}") == Beat(None)
     assert Beat.from_bytes(b'{"token":"7f"}') == Beat("7f")
+    assert Beat("7f", ()).to_bytes() == b'{"after":[],"token":"7f"}'
+    assert Beat.from_bytes(b'{"after":["1","0"],"token":"7f"}') == Beat("7f", ("1", "0"))
 
 
 def test_bytes_are_canonical() -> None:

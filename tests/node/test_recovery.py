@@ -299,7 +299,7 @@ def test_two_creators_at_once_adopt_one_manifest_and_the_loser_cleans_up() -> No
 def test_a_creator_killed_before_the_manifest_is_replaced_after_the_stall() -> None:
     async def main() -> None:
         world = World(ALGORITHM)
-        first = world.node("a", wrap=mortal(8))  # after its claim, between its uploads
+        first = world.node("a", wrap=mortal(9))  # after its claim, between its uploads
         assert not await live_and_die(first, 1)
         assert world.archive.now("claims/") == ["claims/manifest/001.json"]
         assert "manifest.json" not in world.archive.ever
@@ -321,7 +321,7 @@ def test_a_creator_killed_before_the_manifest_is_replaced_after_the_stall() -> N
 def test_a_restarted_creator_finds_its_own_claim_and_goes_on() -> None:
     async def main() -> None:
         world = World(ALGORITHM)
-        assert not await live_and_die(world.node("a", wrap=mortal(8)), 1)
+        assert not await live_and_die(world.node("a", wrap=mortal(9)), 1)
         again = world.node("a")
         await again.join()
         assert asyncio.get_running_loop().time() < 1

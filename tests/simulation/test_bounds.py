@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradientmail.exchange.lease import kept_seconds
+from gradientmail.exchange.lease_book import kept_seconds
 from gradientmail.testing.plans import ALGORITHMS, Fault, NodePlan, Plan, long_plan
 from gradientmail.testing.recording import WITNESSED
 from gradientmail.testing.schedules import simulate

@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import unicodedata
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -190,6 +191,11 @@ def parse_beat_key(key: str) -> tuple[str, int] | None:
     """Learner and number of the beat that ``key`` is. The same beats are listed many times."""
     match = _BEAT.fullmatch(key)
     return (match[1], int(match[2])) if match else None
+
+
+def beats_among(keys: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Learner and number of every beat among ``keys``."""
+    return (beat for key in keys if (beat := parse_beat_key(key)) is not None)
 
 
 def swept_key(n: int) -> str:

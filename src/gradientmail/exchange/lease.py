@@ -1,23 +1,27 @@
-"""Leases: how a learner shows that it lives, and how an observer judges others.
+"""Leases: how a learner shows that it lives.
 
-A learner creates a new beat now and then and deletes its older ones. No wall clock is compared: an
-observer notes on its own clock when it last saw a learner's newest beat change.
+A learner creates a new beat now and then and deletes its older ones.
 
 Two processes with one learner id: the newer one wins, so that a restart is never blocked. A beat's
-body carries a token drawn at random by the process; a process that finds a beat of its learner that
-is newer than its own, or its own next beat taken by another token, has been replaced.
+body carries a token drawn at random by the process, and the tokens that this process knows to be
+older: of whoever held the lease when it began, and of those whom that one knew. Who finds its own
+token among them, or another's beat in place of its own last one, has been replaced.
+
+The numbers alone would not tell. A process that leaves takes its beats along, the next one begins
+at 1, and one that slept since before both holds, or writes, a higher number. That one has lost its
+last beat, and ends. The other meanwhile goes past whoever does not know it: a newer one would.
 
 The beats of those who were killed stay behind, and every restart without an id of its own has a
 new one. A closer sweeps them when it has seen no change for ``kept_seconds``. Whoever sleeps so
 long and wakes goes on: its next beat brings its lease back. But were the beats of an id gone
-without a trace, its next process would begin at 1 again, and one that slept since before it would
-pass for the newer one. So a sweep first writes how far the swept beats went, and a lease begins
-beyond that.
+without a trace, its last beat would be missing as if a newer process had deleted it. So a sweep
+first writes how far the swept beats went, and a lease begins beyond that.
 """
 
 import asyncio
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 
 from gradientmail.errors import ProtocolError
 from gradientmail.exchange import layout
@@ -30,13 +34,8 @@ LAST_BEAT = layout.MAX_ROUND // 2
 LAST_SWEPT = LAST_BEAT // 2
 """Sweeping garbage beyond it is not noted, so that beats are left for those who begin after it."""
 
-KEPT_TIMEOUTS = 20
-KEPT_SECONDS = 3600.0
-
-
-def kept_seconds(timeout: float) -> float:
-    """How long a lease must have been seen not to change before it may be swept."""
-    return max(KEPT_TIMEOUTS * timeout, KEPT_SECONDS)
+MOST_OLDER = 64
+"""Older processes that a beat names; of more, the oldest are left out."""
 
 
 class Lease:
@@ -58,7 +57,10 @@ class Lease:
         self._token = token
         self._observe = observe
         self._turn = asyncio.Lock()
-        self._released = False
+        self._older: tuple[str, ...] = ()
+        self._shown = 0
+        """The newest beat of when this process last looked who else is there."""
+        self._released = self._replaced = False
         self.beat = 0
 
     async def acquire(self) -> None:
@@ -67,47 +69,77 @@ class Lease:
         An older process with this id finds it when it renews.
         """
         while True:
-            numbers = await self._numbers()
-            if max(numbers, default=0) > LAST_BEAT:
-                await self._remove(number for number in numbers if number > LAST_BEAT)
-                continue
-            # After the own beats: a sweep writes this first, and then deletes.
-            self.beat = max([*numbers, await _swept_so_far(self._mailbox)]) + 1
-            if await self._put(self.beat):
+            numbers = self._own(await self._mailbox.list(layout.beats_prefix(self._learner)))
+            newest = sorted(number for number in numbers if number != self.beat)[-MOST_OLDER:]
+            found = await self._beats(newest)
+            if len(found) < len(newest):
+                continue  # garbage, which is deleted, or one that renewed: its next beat counts
+            if self.beat and (max(numbers, default=0) == self.beat or self._is_known_to(found)):
+                self._shown = self.beat
                 await self._remove(number for number in numbers if number < self.beat)
                 return
+            # The first time, or one woke up that had gone further, between the listing and the put.
+            self._learn_of(found.values())
+            # After the own beats: a sweep writes this first, and then deletes.
+            first = max([*numbers, await _swept_so_far(self._mailbox)]) + 1
+            if await self._put(first):
+                self.beat = first
 
     async def renew(self) -> bool:
         """Write the next beat and delete the older ones; False when another process has the id."""
         async with self._turn:
-            return self._released or await self._renew()
+            number = self.beat + 1
+            while number and not (self._released or self._replaced):
+                number = await self._renew(number)
+            return not self._replaced
 
-    async def _renew(self) -> bool:
-        if not await self._put(self.beat + 1):
-            return False
-        # The listing comes after the put: a newer process that had already gone past this number
-        # and deleted what lay below it is seen by the beat it holds now. Everybody's leases are
-        # listed, which costs the same and serves the watch.
-        self.beat += 1
+    async def _renew(self, number: int) -> int:
+        """Write this beat; which one to write now, 0 for none.
+
+        Another one where the number was taken, or lies below a process that is not newer.
+        """
+        written = await self._put(number)
+        if written:
+            self.beat = number
+        # The listing comes after the put: of two that write at once, one sees the other.
+        # Everybody's leases are listed, which costs the same and serves the watch.
         keys = await self._mailbox.list(layout.LEASES)
         if self._observe is not None:
             self._observe(keys)
-        numbers = self._own(keys)
-        for newer in [number for number in numbers if number > self.beat]:
-            if not await self._is_garbage(newer):
-                await self._remove((self.beat,))
-                return False
-            await self._remove((newer,))
-        older = [number for number in numbers if number < self.beat]
-        if self.beat - 1 not in older and max(_noted(keys), default=0) < self.beat - 1:
-            # No sweep, after which who begins counts on, but a newer process deleted the last beat,
-            # and after its end the next one has begun at 1.
-            for number in older:
-                if await self._is_anothers(number):
-                    await self._remove((self.beat,))
-                    return False
-        await self._remove(older)
-        return True
+        found = await self._beats([n for n in self._own(keys) if n != number or not written])
+        others = {n: beat for n, beat in found.items() if beat.token != self._token}
+        own = found.keys() - others.keys()
+        lost = None if self._shown in own else self._shown
+        if self._is_replaced(others, lost, noted=max(_noted(keys), default=0)):
+            self._replaced = True
+            with contextlib.suppress(Exception):  # the newer one goes past what stays
+                await self._remove([*own, *([number] if written else [])])
+            return 0
+        furthest = max(found, default=0)
+        if furthest > self.beat or not written:
+            self._learn_of(beat for n, beat in others.items() if n > self.beat)
+            return max(furthest, self.beat) + 1
+        self._shown = number
+        await self._remove(n for n in found if n < number)
+        return 0
+
+    def _is_replaced(self, others: Mapping[int, Beat], lost: int | None, noted: int) -> bool:
+        """Whether one of ``others`` is a newer process.
+
+        ``lost`` is the last beat that this one wrote, if it is gone; ``noted``, how far was swept.
+        """
+        if self._is_known_to(others):
+            return True
+        unknown = {n: beat for n, beat in others.items() if beat.token not in self._older}
+        if any(beat.after is None and number > self.beat for number, beat in unknown.items()):
+            return True
+        # Who lost its last beat in a sweep is older than who begins after that, beyond the note;
+        # who lost it to no sweep, than whoever is there.
+        return lost is not None and any(number > noted or lost > noted for number in unknown)
+
+    def _is_known_to(self, beats: Mapping[int, Beat]) -> bool:
+        """Whether one of these was written by a process that knows this one to be older."""
+        return any(self._token in (beat.after or ()) for beat in beats.values())
 
     async def release(self) -> None:
         """Delete this process's beats; those of a newer process with the same id stay.
@@ -116,15 +148,23 @@ class Lease:
         """
         async with self._turn:
             self._released = True
-            await self._remove(number for number in await self._numbers() if number <= self.beat)
-
-    async def _numbers(self) -> list[int]:
-        return self._own(await self._mailbox.list(layout.beats_prefix(self._learner)))
+            numbers = self._own(await self._mailbox.list(layout.beats_prefix(self._learner)))
+            if self._replaced:
+                found = await self._beats(numbers)
+                await self._remove(n for n, beat in found.items() if beat.token == self._token)
+            else:
+                await self._remove(number for number in numbers if number <= self.beat)
 
     def _own(self, keys: Iterable[str]) -> list[int]:
         """The numbers of this learner's beats among ``keys``."""
         own = layout.beats_prefix(self._learner)
-        return [number for _, number in _beats([key for key in keys if key.startswith(own)])]
+        return [n for _, n in layout.beats_among(key for key in keys if key.startswith(own))]
+
+    def _learn_of(self, beats: Iterable[Beat]) -> None:
+        """Who wrote these is older from now on, and whom they knew to be so."""
+        tokens = [t for beat in beats for t in (beat.token, *(beat.after or ())) if t]
+        known = dict.fromkeys([*tokens, *self._older])
+        self._older = tuple(islice((t for t in known if t != self._token), MOST_OLDER))
 
     async def _put(self, number: int) -> bool:
         """Create a beat; True when the one there is this process's, by an answer lost before.
@@ -132,7 +172,8 @@ class Lease:
         What is there and is no beat at all says nothing of another process, and makes room.
         """
         key = layout.beat_key(self._learner, number)
-        while not await self._mailbox.put_if_absent(key, Beat(self._token).to_bytes()):
+        data = Beat(self._token, self._older).to_bytes()
+        while not await self._mailbox.put_if_absent(key, data):
             try:
                 found = await self._read(number)
             except ProtocolError:
@@ -141,20 +182,23 @@ class Lease:
                 return found is not None and found.token == self._token
         return True
 
-    async def _is_garbage(self, number: int) -> bool:
-        """Whether this beat is none that a process of this learner can have written."""
-        try:
-            await self._read(number)
-        except ProtocolError:
-            return True
-        return number > LAST_BEAT
+    async def _beats(self, numbers: Iterable[int]) -> dict[int, Beat]:
+        """What these are; without those that are gone, or none that a process can have written.
 
-    async def _is_anothers(self, number: int) -> bool:
-        try:
-            found = await self._read(number)
-        except ProtocolError:
-            return False
-        return found is not None and found.token != self._token
+        The latter are deleted.
+        """
+        found: dict[int, Beat] = {}
+        for number in numbers:
+            try:
+                beat = await self._read(number)
+            except ProtocolError:
+                await self._remove((number,))
+                continue
+            if number > LAST_BEAT:
+                await self._remove((number,))
+            elif beat is not None:
+                found[number] = beat
+        return found
 
     async def _read(self, number: int) -> Beat | None:
         key = layout.beat_key(self._learner, number)
@@ -182,7 +226,7 @@ async def sweep_beats(mailbox: Mailbox, beats: Sequence[str]) -> None:
 
     Only what was seen is deleted, key by key: a beat that comes meanwhile has another number.
     """
-    numbers = [number for _, number in _beats(beats) if number <= LAST_SWEPT]
+    numbers = [number for _, number in layout.beats_among(beats) if number <= LAST_SWEPT]
     noted = _noted(await mailbox.list(layout.SWEPT))
     furthest = max(numbers + noted, default=0)
     if furthest not in noted:
@@ -190,114 +234,3 @@ async def sweep_beats(mailbox: Mailbox, beats: Sequence[str]) -> None:
     older = [layout.swept_key(number) for number in noted if number < furthest]
     # Beats last: those that are left after a kill bring the next sweep, which finds the notes, too.
     await mailbox.delete([*older, *beats])
-
-
-class LeaseBook:
-    """What one observer knows of all leases, on its own clock. Pure bookkeeping.
-
-    Every node of a run keeps one, of all the others, and looks into it at every poll: what that
-    costs grows with what has changed, not with how many there are.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        """``timeout`` seconds without a change make a lease stale."""
-        self._timeout = timeout
-        self._listed: tuple[str, ...] = ()
-        self._keys: frozenset[str] = frozenset()
-        """What was listed last time, in order and as a set."""
-        self._newest: dict[str, tuple[int, float]] = {}
-        """Each one's newest beat, and when that was seen first."""
-        self._observed_at = -math.inf
-        self._live: frozenset[str] = frozenset()
-        """Who was live when this was last looked up, which was right until ``_first_end``."""
-        self._first_end = math.inf
-        """None of the leases in ``_live`` runs out before this. Renewals only make it later."""
-        self._live_when_listed = self._live
-
-    def observe(self, keys: Iterable[str], now: float) -> None:
-        """Take in a listing of ``leases/``, made at ``now``."""
-        self._forgive_blindness(now)
-        listed = tuple(keys)
-        if listed != self._listed:  # most listings say what the last one said
-            self._take_in(listed, now)
-        self._live_when_listed = self.live(now)
-
-    def _take_in(self, listed: tuple[str, ...], now: float) -> None:
-        before, keys = self._keys, frozenset(listed)
-        self._listed, self._keys = listed, keys
-        changed: set[str] = set()
-        for learner, number in _beats(keys - before):
-            newest = self._newest.get(learner)
-            if newest is None or number > newest[0]:
-                self._newest[learner] = (number, now)
-                changed.add(learner)
-        # Usually an older beat than the newest, which a renewal has deleted.
-        fallen = {who for who, number in _beats(before - keys) if self._newest[who][0] == number}
-        gone = self._fall_back(fallen, now) if fallen else fallen
-        came = (changed | fallen) - gone - self._live
-        if gone or came:
-            self._live = (self._live - gone) | came
-            self._first_end = min(self._first_end, now + self._timeout)
-
-    def _fall_back(self, fallen: set[str], now: float) -> set[str]:
-        """The newest beat of these was deleted: their newest now, and who of them has none."""
-        left: dict[str, int] = {}
-        for learner, number in _beats(self._keys):
-            if learner in fallen:
-                left[learner] = max(number, left.get(learner, number))
-        for learner in fallen - left.keys():
-            del self._newest[learner]
-        self._newest |= {learner: (number, now) for learner, number in left.items()}
-        return fallen - left.keys()
-
-    def live(self, now: float) -> frozenset[str]:
-        """The learners whose newest beat was listed last time and changed within the timeout.
-
-        The same object as the last time when nothing has changed in between.
-        """
-        if self._first_end < now:
-            ends = {who: changed + self._timeout for who, (_, changed) in self._newest.items()}
-            live = frozenset(who for who, end in ends.items() if now <= end)
-            if live != self._live:
-                self._live = live
-            self._first_end = min((ends[who] for who in live), default=math.inf)
-        return self._live
-
-    def has_lost(self, now: float) -> bool:
-        """Whether by ``now`` a lease has run out of one who was live at the last listing."""
-        return self.live(now) is not self._live_when_listed
-
-    def listed(self) -> frozenset[str]:
-        """All learners that have a beat, live or stale."""
-        return frozenset(self._newest)
-
-    def silent(self, seconds: float) -> list[str]:
-        """The keys of all beats of the learners that were seen not to change for so long.
-
-        Up to the last listing: what came after it is not known, and time without a listing is none
-        that anybody was seen in.
-        """
-        now = self._observed_at
-        silent = {who for who, (_, changed) in self._newest.items() if now - changed > seconds}
-        beats = sorted(beat for beat in _beats(self._keys if silent else ()) if beat[0] in silent)
-        return [layout.beat_key(who, number) for who, number in beats]
-
-    def _forgive_blindness(self, now: float) -> None:
-        """Time in which nothing could be observed makes nobody stale.
-
-        After an outage of the store, or when this process was stopped, every beat looks old: the
-        others could not renew either, or renewed unseen. Only half of the timeout counts.
-        """
-        blind = now - self._observed_at - self._timeout / 2
-        if 0 < blind < math.inf:
-            self._newest = {
-                learner: (beat, changed + blind)
-                for learner, (beat, changed) in self._newest.items()
-            }
-            self._first_end = -math.inf  # who was called lost meanwhile may not be
-        self._observed_at = now
-
-
-def _beats(keys: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Learner and number of every beat among ``keys``."""
-    return (beat for key in keys if (beat := layout.parse_beat_key(key)) is not None)

@@ -176,19 +176,24 @@ class Beat(_Record):
     """A sign of life. ``token`` tells two processes of one id apart; older versions have none."""
 
     token: str | None
+    after: tuple[str, ...] | None = None
+    """Tokens of older processes of the id, newest first. None where a version does not say."""
 
     @override
     def to_bytes(self) -> bytes:
-        """Canonical JSON; ``{}`` without a token."""
-        return canonical({} if self.token is None else self)
+        """Canonical JSON without the members that are None."""
+        members = {"token": self.token, "after": self.after}
+        return canonical({name: value for name, value in members.items() if value is not None})
 
     @classmethod
     def from_bytes(cls, data: Buffer) -> Self:
-        """Decode a beat, with or without a token."""
+        """Decode a beat, with or without its members."""
         value = parse(data, "beat", SMALL_LIMIT)
         if isinstance(value, dict):
             value.setdefault("token", None)
-        return instance(cls, {"token": optional(text(bool, "a string"))})(value, "beat")
+        token = text(bool, "a string")
+        readers = {"token": optional(token)}
+        return instance(cls, readers, {"after": optional(sequence(token))})(value, "beat")
 
 
 # Rounds

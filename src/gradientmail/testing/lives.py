@@ -9,7 +9,7 @@ from functools import partial
 
 from gradientmail.errors import LearnerReplaced
 from gradientmail.events import Event, LearnerLost, RoundCommitted, TaskFailed, TookOver
-from gradientmail.exchange.lease import kept_seconds
+from gradientmail.exchange.lease_book import kept_seconds
 from gradientmail.node import Settings
 from gradientmail.testing.plans import NodePlan, Plan
 from gradientmail.testing.recording import RecordingMailbox, Witness

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 
 from gradientmail.algorithm.schedule import Schedule
-from gradientmail.exchange.lease import kept_seconds
+from gradientmail.exchange.lease_book import kept_seconds
 from gradientmail.testing.lives import Life
 from gradientmail.testing.plans import Fault, NodePlan, Plan, long_plan, random_plan
 from gradientmail.testing.recording import RecordingMailbox
