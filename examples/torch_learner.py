@@ -66,9 +66,11 @@ def main() -> None:
         lease_every=2.0,
         lease_timeout=10.0,
     ) as session:
-        print(f"{session.learner_id} trains in PyTorch, from round {session.rounds_seen + 1} on")
+        if options.learners > 1:
+            print(f"{session.learner_id} waits until {options.learners} are there", flush=True)
         barrier = Barrier(mailbox=mailbox, learner_id=session.learner_id)
         barrier.wait("start", parties=options.learners)
+        print(f"{session.learner_id} trains in PyTorch, from round {session.rounds_seen + 1} on")
         last = session.rounds_seen + options.rounds
         while session.rounds_seen < last:
             loss = model(torch.tensor(draw(training, BATCH, random)))

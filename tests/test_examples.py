@@ -168,6 +168,7 @@ def test_twins_of_two_frameworks_join_one_run(tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0]
     for framework, lines in zip(("PyTorch", "MLX"), shown, strict=True):
         found = re.fullmatch(
+            r"[a-z0-9-]+ waits until 2 are there\n"
             rf"[a-z0-9-]+ trains in {framework}, from round 0 on\n"
             r"round (\d+): (\d\.\d{3}) bits per byte of held-out text\n",
             lines,

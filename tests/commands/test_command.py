@@ -1,8 +1,11 @@
 """The command as a shell sees it: how it is started, what it returns, what it says."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -35,6 +38,21 @@ def test_an_error_of_the_system_names_the_path_and_no_number(
     assert main(["verify", str(tmp_path / "mistyped")]) == 1
     shown = capsys.readouterr().err
     assert shown == f"gradientmail: {tmp_path / 'mistyped'}: there is no such folder\n"
+
+
+def test_a_folder_that_may_not_be_looked_at_is_not_called_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, stat = str(tmp_path / "closed"), os.stat
+
+    def refusing(path: object, **how: Any) -> os.stat_result:
+        if str(path) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", closed)
+        return stat(cast("str", path), **how)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    assert main(["verify", closed]) == 1
+    assert capsys.readouterr().err == f"gradientmail: {closed}: Permission denied\n"
 
 
 def test_a_malformed_url_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ NOISE = 2.0**-23
 WEIGHTS = (1e-100, 1e100)
 """The least and the largest weight; ``tokens² / steps`` of 64-bit counts lies well within."""
 
-LARGE = 2**14
+LARGE = 2**15
 """Elements from which on the cosine takes a tensor's float64 sums instead of fp32 ones."""
 
 CANCELLING = 0.5

@@ -100,7 +100,8 @@ def requests_of(plan: Plan) -> Requests:
     payload_puts = plan.nodes * _puts(delta) + _puts(theta) + _puts(outer)
     # A snapshot's record each; the round's record and the claim on the next round.
     puts = payload_puts + (_puts(update) if update else 0) + plan.nodes + 2 + beats
-    # One look around before closing, sweeps of three listings every 4·P rounds, leases.
+    # One look around before closing, sweeps of three listings every 4·P rounds, leases; who renews
+    # one reads the beat before.
     leases = beats + (plan.nodes / 2 if 2 * seconds < plan.lease_every else 0)
     lists = 1 + 3 / (4 * plan.fragments) + leases
     looks = polls_of_round(plan)
@@ -115,7 +116,7 @@ def requests_of(plan: Plan) -> Requests:
     return Requests(
         puts=puts,
         lists=lists,
-        gets=gets if others else CLOSER_RECORDS,
+        gets=(gets if others else CLOSER_RECORDS) + beats,
         received_bytes=others * (commit + delta),
         stored_bytes=kept + 2 * plan.nodes * delta,
     )

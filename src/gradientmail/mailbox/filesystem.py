@@ -23,6 +23,7 @@ import threading
 from collections.abc import Buffer, Iterable, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 
 from gradientmail.buffers import HOST
 from gradientmail.errors import MailboxUnavailable
@@ -75,8 +76,11 @@ class FilesystemMailbox:
                 errno.ENOTDIR, "a mailbox needs a folder, and something else is there", found
             )
         if not create:
-            if not os.path.isdir(self.path):
-                raise FileNotFoundError(errno.ENOENT, "there is no such folder", self.path)
+            try:
+                Path(self.path).stat()  # not ``isdir``: what may not be looked at is not missing
+            except FileNotFoundError:
+                missing = "there is no such folder"
+                raise FileNotFoundError(errno.ENOENT, missing, self.path) from None
             return
         with translated("opening the mailbox", self.path):
             if not os.path.isdir(self.path):
