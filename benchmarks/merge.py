@@ -15,7 +15,7 @@ from measure import MIB, Floor, show
 
 from gradientmail.algorithm.diloco import Rda, WeightedMean
 from gradientmail.algorithm.merge import Fold
-from gradientmail.algorithm.outer import FragmentState, OuterStep
+from gradientmail.algorithm.outer import FragmentState, OuterStep, Transition
 from gradientmail.backend.torch import TorchBackend
 from gradientmail.buffers import HOST
 from gradientmail.schema import TensorSpec
@@ -49,8 +49,7 @@ def one_case(merge: Rda | WeightedMean, contributions: int, nbytes: int) -> dict
         del contribution
         peak = max(peak, _rss())
     began = time.process_time()
-    merged = fold.merged()
-    step(backend, specs, old, merged.deltas, new=new, update={}, final=False, take=pool.take)
+    step(backend, specs, Transition(old, fold.merged().deltas, new, {}, final=False), pool.take)
     closing = time.process_time() - began
     return {
         "merge": type(merge).__name__,

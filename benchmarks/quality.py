@@ -30,7 +30,7 @@ from quality_plot import plot
 
 import gradientmail as gm
 from gradientmail.algorithm.merge import Fold, contribution_weight
-from gradientmail.algorithm.outer import FragmentState, OuterStep
+from gradientmail.algorithm.outer import FragmentState, OuterStep, Transition
 from gradientmail.algorithm.precision import decode_tensors, encode_difference, fp32_array
 from gradientmail.algorithm.schedule import Schedule
 from gradientmail.backend.base import Array
@@ -221,16 +221,10 @@ class Exchange:
         for learner in self.learners:
             fold.add(self.delta(learner, number), contribution_weight(learner.kind.batch, 1))
         new = FragmentState(blank(fragment, "theta"), blank(fragment, "outer"))
-        OuterStep(algorithm.outer_lr, algorithm.outer_momentum, algorithm.commit_dtype)(
-            BACKEND,
-            fragment.specs,
-            self.states[number],
-            fold.merged().deltas,
-            new=new,
-            update=blank(fragment, "update"),
-            final=final,
-            take=HOST.take,
-        )
+        old, update = self.states[number], blank(fragment, "update")
+        change = Transition(old, fold.merged().deltas, new, update, final)
+        step = OuterStep(algorithm.outer_lr, algorithm.outer_momentum, algorithm.commit_dtype)
+        step(BACKEND, fragment.specs, change, HOST.take)
         return new
 
     def delta(self, learner: Learner, number: int) -> Mapping[str, Array]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from gradientmail.algorithm.outer import FragmentState
+from gradientmail.algorithm.outer import FragmentState, Transition
 from gradientmail.algorithm.outer_parts import OuterParts, Part
 from gradientmail.backend.base import Array, Backend
 from gradientmail.clock import Flag, Offload
@@ -129,18 +129,15 @@ class Committer:
         out: dict[str, Mapping[str, Array]] = {
             name: arrays_over(backend, one.buffer, one.layout) for name, one in sealings.items()
         }
-        parts = OuterParts(
-            self._run.algorithm,
-            self._run.averaged,
-            backend,
-            fragment.specs,
-            old=self._arrays(state),
-            deltas=merged.deltas,
-            new=FragmentState(out["theta"], out["outer"]),
-            update=out.get("update", {}),
-            final=collector.all_final,
-            take=self._exchange.take,
+        change = Transition(
+            self._arrays(state),
+            merged.deltas,
+            FragmentState(out["theta"], out["outer"]),
+            out.get("update", {}),
+            collector.all_final,
         )
+        run, take = self._run, self._exchange.take
+        parts = OuterParts(run.algorithm, run.averaged, backend, fragment.specs, change, take)
         return _Step(sealings, {name: {} for name in sealings}, parts, merged.cosine)
 
     def _blanks(self, collector: Collector, state: Held) -> dict[str, Sealing]:

@@ -11,7 +11,13 @@ from tests.backend.arrays import Placed, assert_near, put
 
 from gradientmail.algorithm import outer_parts
 from gradientmail.algorithm.diloco import DiLoCo
-from gradientmail.algorithm.outer import FragmentState, OuterStep, apply_update, outer_steps
+from gradientmail.algorithm.outer import (
+    FragmentState,
+    OuterStep,
+    Transition,
+    apply_update,
+    outer_steps,
+)
 from gradientmail.algorithm.precision import LARGEST, outer_specs, theta_specs, update_specs
 from gradientmail.backend.base import Backend, Combination
 from gradientmail.schema import TensorSpec
@@ -69,16 +75,8 @@ def step(
     outer = blank(backend, outer_specs(specs, commit_dtype=commit_dtype))
     new = State(blank(backend, theta_specs(specs)), outer)
     update = blank(backend, update_specs(specs, commit_dtype))
-    OuterStep(LR, BETA, commit_dtype)(
-        backend,
-        specs,
-        old.given(),
-        deltas,
-        new=new.given(),
-        update=arrays(update),
-        final=final,
-        take=take,
-    )
+    change = Transition(old.given(), deltas, new.given(), arrays(update), final)
+    OuterStep(LR, BETA, commit_dtype)(backend, specs, change, take)
     return new, update
 
 
@@ -121,28 +119,11 @@ def test_parts_of_a_step_write_what_the_whole_one_does(
     )
     for outer, those in outer_steps(algorithm, specs, averaged):
         new = FragmentState(arrays(whole["theta"]), arrays(whole["outer"]))
-        outer(
-            backend,
-            those,
-            old.given(),
-            deltas,
-            new=new,
-            update=arrays(whole["update"]),
-            final=final,
-            take=take,
-        )
-    parts = outer_parts.OuterParts(
-        algorithm,
-        averaged,
-        backend,
-        specs,
-        old=old.given(),
-        deltas=deltas,
-        new=FragmentState(arrays(parted["theta"]), arrays(parted["outer"])),
-        update=arrays(parted["update"]),
-        final=final,
-        take=take,
-    )
+        change = Transition(old.given(), deltas, new, arrays(whole["update"]), final)
+        outer(backend, those, change, take)
+    new = FragmentState(arrays(parted["theta"]), arrays(parted["outer"]))
+    change = Transition(old.given(), deltas, new, arrays(parted["update"]), final)
+    parts = outer_parts.OuterParts(algorithm, averaged, backend, specs, change, take)
     written: dict[str, dict[str, int]] = {name: {} for name in whole}
     for part in (*parts.moves, *parts.follows):
         assert part.write() == ()
@@ -174,18 +155,14 @@ def test_what_one_range_drives_beyond_is_held_in_all(
     )
     outer = blank(backend, outer_specs(specs, commit_dtype=commit_dtype))
     new = State(blank(backend, theta_specs(specs)), outer)
-    parts = outer_parts.OuterParts(
-        algorithm,
-        (),
-        backend,
-        specs,
-        old=State({"w": put(backend, start)}, {}).given(),
-        deltas=terms(backend, 1.0, {"w": push}),
-        new=new.given(),
-        update=arrays(blank(backend, update_specs(specs, commit_dtype))),
+    change = Transition(
+        State({"w": put(backend, start)}, {}).given(),
+        terms(backend, 1.0, {"w": push}),
+        new.given(),
+        arrays(blank(backend, update_specs(specs, commit_dtype))),
         final=False,
-        take=take,
     )
+    parts = outer_parts.OuterParts(algorithm, (), backend, specs, change, take)
     named = []
     for part in (*parts.moves, *parts.follows):
         named.append(part.write())
@@ -347,9 +324,8 @@ def held(
     """A step without an update, and the names of the parameters that were held in range."""
     outer = blank(backend, outer_specs(specs, commit_dtype=None))
     new = State(blank(backend, theta_specs(specs)), outer)
-    names = OuterStep(LR, momentum, None)(
-        backend, specs, old.given(), deltas, new=new.given(), update={}, final=False, take=take
-    )
+    change = Transition(old.given(), deltas, new.given(), {}, final=False)
+    names = OuterStep(LR, momentum, None)(backend, specs, change, take)
     return new, names
 
 
@@ -386,16 +362,8 @@ def test_an_update_too_large_for_its_format_arrives_in_parts(
         new = State(blank(backend, theta_specs(specs)), outer)
         update = blank(backend, update_specs(specs, commit_dtype))
         deltas = terms(backend, 1.0, {"w": -goal}) if turn == 0 else {"w": ()}
-        OuterStep(1.0, 0.0, commit_dtype)(
-            backend,
-            specs,
-            state.given(),
-            deltas,
-            new=new.given(),
-            update=arrays(update),
-            final=False,
-            take=take,
-        )
+        change = Transition(state.given(), deltas, new.given(), arrays(update), final=False)
+        OuterStep(1.0, 0.0, commit_dtype)(backend, specs, change, take)
         for placed in (*new.theta.values(), *new.outer.values()):
             assert placed.tensor().isfinite().all()
         state = new

@@ -12,7 +12,7 @@ from tests.backend.arrays import BACKENDS, Placed, assert_near
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.merge import Fold, contribution_weight
-from gradientmail.algorithm.outer import FragmentState, OuterStep, apply_update
+from gradientmail.algorithm.outer import FragmentState, OuterStep, Transition, apply_update
 from gradientmail.algorithm.partition import partition
 from gradientmail.algorithm.precision import (
     decode_tensors,
@@ -67,16 +67,15 @@ def commit(
     theta = blank(backend, theta_specs(specs))
     outer = blank(backend, outer_specs(specs, commit_dtype=algorithm.commit_dtype))
     old_theta, old_outer = run.before(backend, round_)
-    OuterStep(algorithm.outer_lr, algorithm.outer_momentum, algorithm.commit_dtype)(
-        backend,
-        specs,
+    change = Transition(
         FragmentState(arrays(old_theta), arrays(old_outer)),
         merged.deltas,
-        new=FragmentState(arrays(theta), arrays(outer)),
-        update=arrays(blank(backend, update_specs(specs, algorithm.commit_dtype))),
+        FragmentState(arrays(theta), arrays(outer)),
+        arrays(blank(backend, update_specs(specs, algorithm.commit_dtype))),
         final=False,
-        take=take,
     )
+    step = OuterStep(algorithm.outer_lr, algorithm.outer_momentum, algorithm.commit_dtype)
+    step(backend, specs, change, take)
     return theta, outer, merged.cosine
 
 

@@ -53,6 +53,37 @@ class FragmentState:
 
 
 @dataclass(frozen=True, slots=True)
+class Transition:
+    """From one committed version of a fragment to the next: what an outer step reads and writes.
+
+    ``new.theta`` has the arrays of ``theta_specs``, ``new.outer`` those of ``outer_specs`` and
+    ``update``, when commits carry one, those of ``update_specs``. With ``final`` the step is
+    ``master − Δ`` and the momentum stays.
+
+    Without ``final`` the new version may be written over what the step uses up: then ``new.outer``
+    may be ``old.outer``, and ``new.theta`` the arrays of one contribution in ``deltas``. With
+    ``final`` no array of ``old`` or ``deltas`` may be among the new ones.
+    """
+
+    old: FragmentState
+    deltas: Mapping[str, Combination]
+    new: FragmentState
+    update: Mapping[str, Array]
+    final: bool
+
+    def part(self, backend: Backend, name: str, start: int, stop: int) -> "Transition":
+        """Of one parameter's elements from ``start`` to ``stop``, flat, without an update."""
+        delta = tuple((c, backend.part(x, start, stop)) for c, x in self.deltas[name])
+        return Transition(
+            self.old.part(backend, name, start, stop),
+            {name: delta},
+            self.new.part(backend, name, start, stop),
+            {},
+            self.final,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class OuterStep:
     """The outer optimizer of a run: learning rate η, momentum β, precision of its commits."""
 
@@ -61,54 +92,31 @@ class OuterStep:
     commit_dtype: str | None
 
     def __call__(
-        self,
-        backend: Backend,
-        specs: Sequence[TensorSpec],
-        old: FragmentState,
-        deltas: Mapping[str, Combination],
-        *,
-        new: FragmentState,
-        update: Mapping[str, Array],
-        final: bool,
-        take: Take,
+        self, backend: Backend, specs: Sequence[TensorSpec], change: Transition, take: Take
     ) -> tuple[str, ...]:
-        """Write the next version of the fragment ``specs`` into the arrays of ``new``.
+        """Write the next version of the parameters ``specs`` of a fragment.
 
         ``move``, then ``follow``. Returns the names of the parameters that ran out of their dtype's
         range, and were held at its ends: no finite contribution makes a run's parameters infinite.
         """
-        beyond = set(self.move(backend, specs, old, deltas, new=new, final=final))
-        beyond |= set(
-            self.follow(backend, specs, old=old, new=new, update=update, beyond=beyond, take=take)
-        )
+        beyond = set(self.move(backend, specs, change))
+        beyond |= set(self.follow(backend, specs, change, beyond=beyond, take=take))
         return tuple(spec.name for spec in specs if spec.name in beyond)
 
     def move(
-        self,
-        backend: Backend,
-        specs: Sequence[TensorSpec],
-        old: FragmentState,
-        deltas: Mapping[str, Combination],
-        *,
-        new: FragmentState,
-        final: bool,
+        self, backend: Backend, specs: Sequence[TensorSpec], change: Transition
     ) -> tuple[str, ...]:
-        """Write momentum and master of ``specs``, or of the same part of each array given.
+        """Write momentum and master of ``specs``, or of the part of each that ``change`` has.
 
-        ``new.outer`` has the arrays of ``outer_specs``, ``new.theta`` those of ``theta_specs``,
-        which are written where they are the master. With ``final`` the step is ``master − Δ`` and
-        the momentum stays. Returns the names of what was held at the ends of fp32.
-
-        Without ``final`` it may be written over what it uses up: then ``new.outer`` may be
-        ``old.outer``, and ``new.theta`` the arrays of one contribution in ``deltas``. With
-        ``final`` no array of ``old`` or ``deltas`` may be among the new ones.
+        ``new.theta`` is written where it is the master. Returns the names of what was held at the
+        ends of fp32.
         """
         beyond = []
         for spec in specs:
-            step = self._final_step if final else self._nesterov_step
-            if not step(backend, spec.name, old, deltas[spec.name], new):
-                backend.clamp(new.outer[f"momentum.{spec.name}"], LARGEST["F32"])
-                backend.clamp(new.master(spec.name), LARGEST["F32"])
+            step = self._final_step if change.final else self._nesterov_step
+            if not step(backend, spec.name, change):
+                backend.clamp(change.new.outer[f"momentum.{spec.name}"], LARGEST["F32"])
+                backend.clamp(change.new.master(spec.name), LARGEST["F32"])
                 beyond.append(spec.name)
         return tuple(beyond)
 
@@ -116,101 +124,79 @@ class OuterStep:
         self,
         backend: Backend,
         specs: Sequence[TensorSpec],
+        change: Transition,
         *,
-        old: FragmentState,
-        new: FragmentState,
-        update: Mapping[str, Array],
         beyond: Container[str],
         take: Take,
     ) -> tuple[str, ...]:
         """Write Θ, where that is not the master itself, and ``update``, when commits carry one.
 
-        The masters of ``specs`` have moved, and ``beyond`` has those that were held. ``update`` has
-        the arrays of ``update_specs``. No array of ``old.theta`` may be among those written.
+        The masters of ``specs`` have moved, and ``beyond`` has those that were held. No array of
+        ``old.theta`` may be among those written.
         Returns the names of what was held at the ends of its dtype, ``beyond`` included.
         """
         held = []
+        new = change.new
         for spec in specs:
             if new.master(spec.name) is new.theta[spec.name]:
                 continue
             if self.commit_dtype is not None:
-                self._commit_update(backend, spec, old, new, update, take)
+                self._commit_update(backend, spec, change, take)
             else:
                 backend.encode(new.master(spec.name), spec.dtype, new.theta[spec.name], None)
             # Theta is the master rounded, or moved by an update that may have saturated.
             if spec.name in beyond or not backend.is_finite(new.theta[spec.name]):
-                self._hold(backend, spec, old, new, update, take)
+                self._hold(backend, spec, change, take)
                 held.append(spec.name)
         return tuple(held)
 
-    def _hold(
-        self,
-        backend: Backend,
-        spec: TensorSpec,
-        old: FragmentState,
-        new: FragmentState,
-        update: Mapping[str, Array],
-        take: Take,
-    ) -> None:
+    def _hold(self, backend: Backend, spec: TensorSpec, change: Transition, take: Take) -> None:
         """Hold update and theta at the largest finite value where they went beyond it.
 
         Who rebuilds such a theta from the update gets another digest, and fetches it.
         """
+        old, new = change.old, change.new
         if self.commit_dtype is not None:
             difference = fp32_array(backend, spec, take)
             backend.subtract(new.master(spec.name), old.theta[spec.name], difference)
             backend.clamp(difference, largest(self.commit_dtype))
             named = {spec.name: difference}
-            encode_tensors(backend, named, [spec], self.commit_dtype, update)
-            apply_update(backend, [spec], old.theta, update, self.commit_dtype, new.theta, take)
+            encode_tensors(backend, named, [spec], self.commit_dtype, change.update)
+            self._apply(backend, spec, change, take)
         backend.clamp(new.theta[spec.name], LARGEST[spec.dtype])
 
-    def _nesterov_step(
-        self,
-        backend: Backend,
-        name: str,
-        old: FragmentState,
-        delta: Combination,
-        new: FragmentState,
-    ) -> bool:
+    def _nesterov_step(self, backend: Backend, name: str, change: Transition) -> bool:
         """Whether the master came out finite. A momentum that is not makes it so, too."""
         return backend.nesterov(
-            delta,
-            old.momentum(name),
-            old.master(name),
+            change.deltas[name],
+            change.old.momentum(name),
+            change.old.master(name),
             beta=self.momentum,
             lr=self.lr,
-            new_momentum=new.outer[f"momentum.{name}"],
-            new_master=new.master(name),
+            new_momentum=change.new.outer[f"momentum.{name}"],
+            new_master=change.new.master(name),
         )
 
-    def _final_step(
-        self,
-        backend: Backend,
-        name: str,
-        old: FragmentState,
-        delta: Combination,
-        new: FragmentState,
-    ) -> bool:
-        momentum, kept = new.outer[f"momentum.{name}"], old.momentum(name)
-        backend.combine(delta, momentum)
-        backend.subtract(old.master(name), momentum, new.master(name))
+    def _final_step(self, backend: Backend, name: str, change: Transition) -> bool:
+        momentum, kept = change.new.outer[f"momentum.{name}"], change.old.momentum(name)
+        backend.combine(change.deltas[name], momentum)
+        backend.subtract(change.old.master(name), momentum, change.new.master(name))
         backend.combine(() if kept is None else ((1.0, kept),), momentum)
-        return backend.is_finite(new.master(name))
+        return backend.is_finite(change.new.master(name))
 
     def _commit_update(
-        self,
-        backend: Backend,
-        spec: TensorSpec,
-        old: FragmentState,
-        new: FragmentState,
-        update: Mapping[str, Array],
-        take: Take,
+        self, backend: Backend, spec: TensorSpec, change: Transition, take: Take
     ) -> None:
         """Θ becomes what a holder of the old Θ rebuilds; what rounding lost stays in the master."""
-        master = {spec.name: new.master(spec.name)}
-        encode_difference(backend, master, old.theta, [spec], self.commit_dtype, update, take)
-        apply_update(backend, [spec], old.theta, update, self.commit_dtype, new.theta, take)
+        master = {spec.name: change.new.master(spec.name)}
+        encode_difference(
+            backend, master, change.old.theta, [spec], self.commit_dtype, change.update, take
+        )
+        self._apply(backend, spec, change, take)
+
+    def _apply(self, backend: Backend, spec: TensorSpec, change: Transition, take: Take) -> None:
+        old, new = change.old.theta, change.new.theta
+        apply_update(backend, [spec], old, change.update, self.commit_dtype, new, take)
 
 
 def outer_steps(

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from gradientmail.algorithm.diloco import DiLoCo
-from gradientmail.algorithm.outer import FragmentState, OuterStep, outer_steps
+from gradientmail.algorithm.outer import OuterStep, Transition, outer_steps
 from gradientmail.algorithm.precision import Take, outer_specs, theta_is_master, update_specs
-from gradientmail.backend.base import Array, Backend, Combination
+from gradientmail.backend.base import Backend
 from gradientmail.schema import TensorSpec
 
 PART = 2**22
@@ -43,12 +43,7 @@ class OuterParts:
         averaged: Container[str],
         backend: Backend,
         specs: Sequence[TensorSpec],
-        *,
-        old: FragmentState,
-        deltas: Mapping[str, Combination],
-        new: FragmentState,
-        update: Mapping[str, Array],
-        final: bool,
+        change: Transition,
         take: Take,
     ) -> None:
         """The step of ``OuterStep``, whose arguments these are, over a fragment's ``specs``."""
@@ -60,16 +55,8 @@ class OuterParts:
         """What is made of the masters then: another theta, and the update."""
         dtype = algorithm.commit_dtype
         for outer, those in outer_steps(algorithm, specs, averaged):
-            move = partial(_move, outer, backend, old, deltas, new, final)
-            follow = partial(
-                outer.follow,
-                backend,
-                old=old,
-                new=new,
-                update=update,
-                beyond=self.beyond,
-                take=take,
-            )
+            move = partial(_move, outer, backend, change)
+            follow = partial(outer.follow, backend, change=change, beyond=self.beyond, take=take)
             for some in _some_at_a_time(those):
                 for ranges in _cut(some):
                     self.moves.append(Part(partial(move, ranges), _moved(ranges, dtype)))
@@ -78,23 +65,13 @@ class OuterParts:
 
 
 def _move(
-    outer: OuterStep,
-    backend: Backend,
-    old: FragmentState,
-    deltas: Mapping[str, Combination],
-    new: FragmentState,
-    final: bool,
-    ranges: Sequence[Range],
+    outer: OuterStep, backend: Backend, change: Transition, ranges: Sequence[Range]
 ) -> tuple[str, ...]:
     """``outer.move`` of some tensors, or of some elements of one."""
     spec, start, stop = ranges[0]
     if stop - start < spec.count:
-        old = old.part(backend, spec.name, start, stop)
-        new = new.part(backend, spec.name, start, stop)
-        terms = deltas[spec.name]
-        deltas = {spec.name: tuple((c, backend.part(x, start, stop)) for c, x in terms)}
-    specs = [spec for spec, _, _ in ranges]
-    return outer.move(backend, specs, old, deltas, new=new, final=final)
+        change = change.part(backend, spec.name, start, stop)
+    return outer.move(backend, [spec for spec, _, _ in ranges], change)
 
 
 def _moved(ranges: Sequence[Range], commit_dtype: str | None) -> dict[str, dict[str, int]]:

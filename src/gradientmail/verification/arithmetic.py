@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from gradientmail.algorithm.merge import Fold, contribution_weight
-from gradientmail.algorithm.outer import FragmentState, apply_update, outer_steps
+from gradientmail.algorithm.outer import FragmentState, Transition, apply_update, outer_steps
 from gradientmail.algorithm.precision import LARGEST, decode_tensors, fp32_array
 from gradientmail.backend.base import Array, Backend
 from gradientmail.exchange.exchange import Payload
@@ -96,18 +96,9 @@ class Arithmetic:
 
         update = {} if fragment.update is None else blank(fragment.update)
         new = FragmentState(blank(fragment.theta), blank(fragment.outer))
-        deltas = fold.merged().deltas
+        change = Transition(old, fold.merged().deltas, new, update, final)
         for step, specs in outer_steps(self._run.algorithm, fragment.specs, self._run.averaged):
-            step(
-                self._backend,
-                specs,
-                old,
-                deltas,
-                new=new,
-                update=update,
-                final=final,
-                take=memory,
-            )
+            step(self._backend, specs, change, memory)
         return new
 
     # What old and new state show without the deltas
