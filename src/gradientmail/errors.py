@@ -8,7 +8,7 @@
     │   ├── SchemaMismatch      the run there trains another model
     │   └── PayloadCorrupt      an object's bytes are not what its record says
     ├── LearnerReplaced         a newer process joined with this learner's id
-    ├── SessionClosed           step() on a session that has been closed
+    ├── SessionClosed           step() on a session that has been closed, or entering it
     └── MissingExtra            an optional dependency is not installed (also an ImportError)
 
 Bad arguments are ``ValueError`` or ``TypeError``; a full disk and the like stay ``OSError``.

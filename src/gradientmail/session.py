@@ -208,8 +208,7 @@ class Session:
 
     def _wake(self) -> None:
         """Tell the loop to look at the handoff."""
-        courier = self._node.courier
-        if courier is not None:
+        if (courier := self._node.courier) is not None:
             self._thread.notify(courier.woken.set)
 
     # Training
@@ -353,8 +352,7 @@ class Session:
         self._end(clean=False)
         gc.collect()  # cancelled calls hold views of buffers, whose classes are about to go
 
-    def _refuse(self, samples: int) -> None:
-        del samples
+    def _refuse(self, _: int) -> None:
         raise SessionClosed(self._closed_because)
 
     # Towards other sessions of this process
@@ -384,7 +382,9 @@ class Session:
         )
 
     def __enter__(self) -> Self:
-        """Nothing more: constructing it joined."""
+        """Nothing more: constructing it joined. ``SessionClosed`` if it has been closed."""
+        if self._closed:
+            self._refuse(0)
         return self
 
     def __exit__(

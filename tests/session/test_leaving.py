@@ -101,7 +101,7 @@ def test_a_clean_exit_waits_for_its_rounds_and_holds_the_newest_commit() -> None
         assert seen.of(events.TaskFailed) == []
 
 
-def test_closing_twice_is_no_error_and_step_afterwards_is_one() -> None:
+def test_closing_twice_is_no_error_and_going_on_afterwards_is_one() -> None:
     model, seen = net(), Events()
     session = gm.Session(
         model, algorithm=ALGORITHM, mailbox=gm.MemoryMailbox(), callbacks=[seen], **QUICK
@@ -113,6 +113,8 @@ def test_closing_twice_is_no_error_and_step_afterwards_is_one() -> None:
         session.step(samples=1)
     with pytest.raises(ValueError, match="samples"):
         session.step(samples=0)
+    with pytest.raises(gm.SessionClosed, match="new Session"), session:
+        pytest.fail("a body that trains in it would run")
     assert session.rounds_seen == -1
 
 
