@@ -164,6 +164,74 @@ def test_of_two_that_were_swept_the_newer_wins_whoever_wakes_first() -> None:
     assert asyncio.run(main(1)) == [True, False, True]
 
 
+def test_what_was_swept_since_of_another_learner_does_not_make_a_sleeper_the_newer_one() -> None:
+    """One sleeps and is swept, one with its id begins; then a learner that had come further is."""
+
+    async def main() -> list[bool]:
+        mailbox = MemoryMailbox()
+        older, newer = Lease(mailbox, "a", "old"), Lease(mailbox, "a", "new")
+        await older.acquire()
+        for _ in range(4):
+            await older.renew()
+        await sweep_beats(mailbox, await mailbox.list(layout.beats_prefix("a")))
+        await newer.acquire()
+        await sweep_beats(mailbox, [layout.beat_key("b", 1000)])
+        await newer.renew()
+        return [await older.renew(), await newer.renew()]
+
+    assert asyncio.run(main()) == [False, True]
+
+
+def test_a_beat_whose_answer_was_lost_goes_with_the_others() -> None:
+    class Unheard(MemoryMailbox):
+        unheard = False
+
+        @override
+        async def put_if_absent(self, key: str, data: Buffer, /) -> bool:
+            created = await super().put_if_absent(key, data)
+            if self.unheard:
+                raise OSError("no answer")
+            return created
+
+    async def main() -> Sequence[str]:
+        mailbox = Unheard()
+        lease = Lease(mailbox, "a", "token")
+        await lease.acquire()
+        mailbox.unheard = True
+        with pytest.raises(OSError, match="no answer"):
+            await lease.renew()
+        await lease.release()
+        return await mailbox.list("")
+
+    assert asyncio.run(main()) == ()
+
+
+def test_a_renewal_reads_few_beats_however_many_there_are() -> None:
+    """Where deleting is not allowed there is one more at every poll."""
+
+    class Counting(MemoryMailbox):
+        reads = 0
+
+        @override
+        async def get(self, key: str, /) -> Buffer | None:
+            self.reads += 1
+            return await super().get(key)
+
+    async def main() -> tuple[int, Sequence[str]]:
+        mailbox = Counting()
+        lease = Lease(mailbox, "a", "token")
+        await lease.acquire()
+        lease.beat = 1000
+        for number in range(2, 1000):
+            await mailbox.put_if_absent(layout.beat_key("a", number), Beat("token").to_bytes())
+        assert await lease.renew()
+        return mailbox.reads, await mailbox.list(layout.beats_prefix("a"))
+
+    reads, left = asyncio.run(main())
+    assert reads <= MOST_OLDER + 1
+    assert left == (layout.beat_key("a", 1001),)
+
+
 def test_who_finds_its_last_beat_deleted_and_nobody_there_goes_on() -> None:
     """By a person, say; what is there is no beat, or one of its own that was not deleted."""
 

@@ -106,7 +106,10 @@ class Lease:
         keys = await self._mailbox.list(layout.LEASES)
         if self._observe is not None:
             self._observe(keys)
-        found = await self._beats([n for n in self._own(keys) if n != number or not written])
+        numbers = sorted(n for n in self._own(keys) if n != number or not written)
+        # Where nothing can be deleted there are ever more, which nobody could read in time.
+        read = {*numbers[-MOST_OLDER:], self._shown}.intersection(numbers)
+        found = await self._beats(sorted(read))
         others = {n: beat for n, beat in found.items() if beat.token != self._token}
         own = found.keys() - others.keys()
         lost = None if self._shown in own else self._shown
@@ -120,7 +123,8 @@ class Lease:
             self._learn_of(beat for n, beat in others.items() if n > self.beat)
             return max(furthest, self.beat) + 1
         self._shown = number
-        await self._remove(n for n in found if n < number)
+        gone = read - found.keys()
+        await self._remove(n for n in numbers if n < number and n not in gone)
         return 0
 
     def _is_replaced(self, others: Mapping[int, Beat], lost: int | None, noted: int) -> bool:
@@ -133,9 +137,9 @@ class Lease:
         unknown = {n: beat for n, beat in others.items() if beat.token not in self._older}
         if any(beat.after is None and number > self.beat for number, beat in unknown.items()):
             return True
-        # Who lost its last beat in a sweep is older than who begins after that, beyond the note;
-        # who lost it to no sweep, than whoever is there.
-        return lost is not None and any(number > noted or lost > noted for number in unknown)
+        # Who lost its last beat in a sweep is older than who begins after that, beyond that beat;
+        # who lost it to no sweep, than whoever is there. The note may tell of a later sweep.
+        return lost is not None and any(number > lost or lost > noted for number in unknown)
 
     def _is_known_to(self, beats: Mapping[int, Beat]) -> bool:
         """Whether one of these was written by a process that knows this one to be older."""
@@ -149,11 +153,11 @@ class Lease:
         async with self._turn:
             self._released = True
             numbers = self._own(await self._mailbox.list(layout.beats_prefix(self._learner)))
-            if self._replaced:
-                found = await self._beats(numbers)
-                await self._remove(n for n, beat in found.items() if beat.token == self._token)
-            else:
-                await self._remove(number for number in numbers if number <= self.beat)
+            # Beyond its own there may be another one of its own: the answer was lost.
+            last = 0 if self._replaced else self.beat
+            found = await self._beats(number for number in numbers if number > last)
+            own = [number for number, beat in found.items() if beat.token == self._token]
+            await self._remove([*(number for number in numbers if number <= last), *own])
 
     def _own(self, keys: Iterable[str]) -> list[int]:
         """The numbers of this learner's beats among ``keys``."""
