@@ -13,7 +13,7 @@ from gradientmail.errors import MailboxUnavailable
 from gradientmail.exchange import layout
 from gradientmail.exchange.lease import LAST_SWEPT, MOST_OLDER, Lease, sweep_beats
 from gradientmail.exchange.lease_book import LeaseBook, kept_seconds
-from gradientmail.exchange.records import Beat
+from gradientmail.exchange.records import SMALL_LIMIT, Beat
 from gradientmail.mailbox.memory import MemoryMailbox
 
 
@@ -206,6 +206,27 @@ def test_a_beat_whose_answer_was_lost_goes_with_the_others() -> None:
     assert asyncio.run(main()) == ()
 
 
+def test_a_beat_with_long_tokens_does_not_make_the_next_ones_too_long_to_be_read() -> None:
+    async def main() -> tuple[list[bool], Sequence[str]]:
+        mailbox = MemoryMailbox()
+        oldest, between, newest = (Lease(mailbox, "a", token) for token in ("old", "mid", "new"))
+        await oldest.acquire()
+        for _ in range(9):
+            await oldest.renew()
+        await between.acquire()
+        await between.release()
+        room = SMALL_LIMIT - len(Beat("h", ("",)).to_bytes())
+        hostile = Beat("h", ("y" * room,)).to_bytes()
+        await mailbox.put_if_absent(layout.beat_key("a", 3), hostile)
+        await newest.acquire()
+        won = [await oldest.renew(), await newest.renew()]
+        return won, await mailbox.list("")
+
+    won, left = asyncio.run(main())
+    assert won == [False, True]
+    assert len(left) == 1
+
+
 def test_a_renewal_reads_few_beats_however_many_there_are() -> None:
     """Where deleting is not allowed there is one more at every poll."""
 
@@ -213,7 +234,7 @@ def test_a_renewal_reads_few_beats_however_many_there_are() -> None:
         reads = 0
 
         @override
-        async def get(self, key: str, /) -> Buffer | None:
+        async def get(self, key: str, /) -> bytes | None:
             self.reads += 1
             return await super().get(key)
 
