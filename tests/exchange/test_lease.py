@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from gradientmail.errors import MailboxUnavailable
 from gradientmail.exchange import layout
-from gradientmail.exchange.lease import LAST_SWEPT, MOST_OLDER, Lease, sweep_beats
+from gradientmail.exchange.lease import (
+    LAST_BEAT,
+    LAST_SWEPT,
+    MOST_LOOKS,
+    MOST_OLDER,
+    Lease,
+    sweep_beats,
+)
 from gradientmail.exchange.lease_book import LeaseBook, kept_seconds
 from gradientmail.exchange.records import SMALL_LIMIT, Beat
 from gradientmail.mailbox.memory import MemoryMailbox
@@ -131,6 +138,68 @@ def test_versions_that_do_not_say_whom_they_know_are_newer_if_their_beat_is(body
     assert asyncio.run(main(1)) == (True, (layout.beat_key("a", 3),))
     assert asyncio.run(main(3)) == (False, (layout.beat_key("a", 3),))
     assert asyncio.run(main(9)) == (False, (layout.beat_key("a", 9),))
+
+
+@pytest.mark.parametrize("below", [0, 1, 2])
+def test_a_beat_near_the_end_of_the_range_leaves_room_for_the_next_process(below: int) -> None:
+    async def main() -> tuple[bool, bool, Sequence[str]]:
+        mailbox = MemoryMailbox()
+        older, newer = Lease(mailbox, "a", "old"), Lease(mailbox, "a", "new")
+        await older.acquire()
+        await mailbox.put_if_absent(layout.beat_key("a", LAST_BEAT - below), b"{}")
+        await newer.acquire()
+        won = await older.renew(), await newer.renew(), await newer.renew()
+        assert won[2]
+        return won[0], won[1], await mailbox.list("")
+
+    assert asyncio.run(main()) == (False, True, (layout.beat_key("a", 3),))
+
+
+def test_beats_that_cannot_be_deleted_or_are_listed_too_long_stop_nobody() -> None:
+    class Stuck(MemoryMailbox):
+        lists = 0
+
+        @override
+        async def list(self, prefix: str, /, *, after: str = "") -> Sequence[str]:
+            self.lists += 1
+            listed = await super().list(prefix, after=after)
+            return sorted({*listed, layout.beat_key("a", 4)}) if prefix != layout.SWEPT else listed
+
+        @override
+        async def delete(self, keys: Iterable[str], /) -> None:
+            """Nothing."""
+
+    async def main() -> tuple[int, int]:
+        mailbox = Stuck()
+        for number in (2, LAST_BEAT + 1, LAST_BEAT + 2):
+            await mailbox.put_if_absent(layout.beat_key("a", number), b"junk")
+        lease = Lease(mailbox, "a", "token")
+        await lease.acquire()
+        assert await lease.renew()
+        return lease.beat, mailbox.lists
+
+    beat, lists = asyncio.run(main())
+    assert beat == 6
+    assert lists <= 2 * MOST_LOOKS + 2
+
+
+def test_junk_among_the_beats_is_deleted_at_once() -> None:
+    class Counting(MemoryMailbox):
+        deletes = 0
+
+        @override
+        async def delete(self, keys: Iterable[str], /) -> None:
+            self.deletes += 1
+            await super().delete(keys)
+
+    async def main() -> tuple[int, Sequence[str]]:
+        mailbox = Counting()
+        for number in range(1, 51):
+            await mailbox.put_if_absent(layout.beat_key("a", number), b"junk")
+        await Lease(mailbox, "a", "token").acquire()
+        return mailbox.deletes, await mailbox.list("")
+
+    assert asyncio.run(main()) == (1, (layout.beat_key("a", 51),))
 
 
 def test_a_beat_names_the_newest_of_the_older_processes() -> None:

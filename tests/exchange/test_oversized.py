@@ -65,9 +65,9 @@ def test_snapshots_claims_and_beats_are_none(tmp_path: Path) -> None:
         assert not await exchange.claim(3, 1, "a")
         lease = Lease(exchange.mailbox, "a", "token")
         await lease.acquire()
-        assert lease.beat == 1
-        assert await exchange.keys("leases/") == ["leases/a/0000000001.json"]
-        await exchange.delete([layout.beat_key("a", 1)])
+        assert lease.beat == 3
+        assert await exchange.keys("leases/") == ["leases/a/0000000003.json"]
+        await exchange.delete([layout.beat_key("a", 3)])
 
     asyncio.run(main())
 

@@ -20,8 +20,8 @@ first writes how far the swept beats went, and a lease begins beyond that.
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
 
 from gradientmail.errors import ProtocolError
 from gradientmail.exchange import layout
@@ -31,11 +31,20 @@ from gradientmail.mailbox.base import Mailbox, get_at_most
 LAST_BEAT = layout.MAX_ROUND // 2
 """No lease gets so far by itself; beats beyond it would leave none for the next process."""
 
+LAST_FIRST = LAST_BEAT - 10**8
+"""No lease begins beyond it: each has a hundred million beats to go."""
+
 LAST_SWEPT = LAST_BEAT // 2
 """Sweeping garbage beyond it is not noted, so that beats are left for those who begin after it."""
 
 MOST_OLDER = 64
 """Older processes that a beat names; of more, the oldest are left out."""
+
+LONGEST_TOKEN = 64
+"""Characters of a token that a beat names: all of them fit into one, however escaped."""
+
+MOST_LOOKS = 8
+"""How often who begins looks again where beats go while it reads them: as in a lagging listing."""
 
 
 class Lease:
@@ -68,13 +77,13 @@ class Lease:
 
         An older process with this id finds it when it renews.
         """
-        while True:
-            numbers = self._own(await self._mailbox.list(layout.beats_prefix(self._learner)))
-            newest = sorted(number for number in numbers if number != self.beat)[-MOST_OLDER:]
-            found = await self._beats(newest)
-            if len(found) < len(newest):
-                continue  # garbage, which is deleted, or one that renewed: its next beat counts
-            if self.beat and (max(numbers, default=0) == self.beat or self._is_known_to(found)):
+        for look in itertools.count(1):
+            keys = await self._mailbox.list(layout.beats_prefix(self._learner))
+            numbers = sorted(number for number in self._own(keys) if number <= LAST_BEAT)
+            found, gone = await self._beats([n for n in numbers if n != self.beat][-MOST_OLDER:])
+            if gone and look < MOST_LOOKS:
+                continue  # renewed meanwhile: the next beat counts
+            if self.beat and (numbers[-1:] == [self.beat] or self._is_known_to(found)):
                 self._shown = self.beat
                 await self._remove(number for number in numbers if number < self.beat)
                 return
@@ -82,7 +91,9 @@ class Lease:
             self._learn_of(found.values())
             # After the own beats: a sweep writes this first, and then deletes.
             first = max([*numbers, await _swept_so_far(self._mailbox)]) + 1
-            if await self._put(first):
+            if first > LAST_FIRST and look < MOST_LOOKS:
+                await self._remove(numbers)  # nobody came there by renewing
+            elif await self._put(first):
                 self.beat = first
 
     async def renew(self) -> bool:
@@ -109,7 +120,8 @@ class Lease:
         numbers = sorted(n for n in self._own(keys) if n != number or not written)
         # Where nothing can be deleted there are ever more, which nobody could read in time.
         read = {*numbers[-MOST_OLDER:], self._shown}.intersection(numbers)
-        found = await self._beats(sorted(read))
+        # The own one last: whoever deleted it by then has named this process in what was read.
+        found, gone = await self._beats(sorted(read, key=lambda n: (n == self._shown, n)))
         others = {n: beat for n, beat in found.items() if beat.token != self._token}
         own = found.keys() - others.keys()
         lost = None if self._shown in own else self._shown
@@ -123,7 +135,6 @@ class Lease:
             self._learn_of(beat for n, beat in others.items() if n > self.beat)
             return max(furthest, self.beat) + 1
         self._shown = number
-        gone = read - found.keys()
         await self._remove(n for n in numbers if n < number and n not in gone)
         return 0
 
@@ -155,7 +166,7 @@ class Lease:
             numbers = self._own(await self._mailbox.list(layout.beats_prefix(self._learner)))
             # Beyond its own there may be another one of its own: the answer was lost.
             last = 0 if self._replaced else self.beat
-            found = await self._beats(number for number in numbers if number > last)
+            found, _ = await self._beats(number for number in numbers if number > last)
             own = [number for number, beat in found.items() if beat.token == self._token]
             await self._remove([*(number for number in numbers if number <= last), *own])
 
@@ -168,7 +179,9 @@ class Lease:
         """Who wrote these is older from now on, and whom they knew to be so."""
         tokens = [t for beat in beats for t in (beat.token, *(beat.after or ())) if t]
         known = dict.fromkeys([*tokens, *self._older])
-        self._older = tuple(islice((t for t in known if t != self._token), MOST_OLDER))
+        own, longest = self._token, LONGEST_TOKEN
+        named = (t for t in known if t != own and len(t) <= longest)
+        self._older = tuple(itertools.islice(named, MOST_OLDER))
 
     async def _put(self, number: int) -> bool:
         """Create a beat; True when the one there is this process's, by an answer lost before.
@@ -186,26 +199,27 @@ class Lease:
                 return found is not None and found.token == self._token
         return True
 
-    async def _beats(self, numbers: Iterable[int]) -> dict[int, Beat]:
-        """What these are; without those that are gone, or none that a process can have written.
-
-        The latter are deleted.
-        """
+    async def _beats(self, numbers: Iterable[int]) -> tuple[dict[int, Beat], set[int]]:
+        """What these are, and which are gone; what no process can have written is deleted."""
         found: dict[int, Beat] = {}
+        gone, junk = set[int](), list[int]()
         for number in numbers:
             try:
                 beat = await self._read(number)
             except ProtocolError:
-                await self._remove((number,))
+                junk.append(number)
                 continue
-            if number > LAST_BEAT:
-                await self._remove((number,))
-            elif beat is not None:
+            if beat is None:
+                gone.add(number)
+            else:
                 found[number] = beat
-        return found
+        await self._remove(junk)
+        return found, gone
 
     async def _read(self, number: int) -> Beat | None:
         key = layout.beat_key(self._learner, number)
+        if number > LAST_BEAT:
+            raise ProtocolError(f"{key} lies beyond every beat")
         data = await get_at_most(self._mailbox, key, SMALL_LIMIT)
         return None if data is None else Beat.from_bytes(data)
 
