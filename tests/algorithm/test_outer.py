@@ -1,6 +1,7 @@
 """The outer step against its formula in float64, for every kind of parameter and commit."""
 
 import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -140,6 +141,33 @@ def test_parts_of_a_step_write_what_the_whole_one_does(
         for spec in own:
             assert parted[payload][spec.name].bytes() == whole[payload][spec.name].bytes()
     assert len(parts.moves) == 2 + 7, "e; w in ranges of 10; b, which is averaged"
+
+
+def test_contributions_are_let_go_when_all_has_moved(backend: Backend) -> None:
+    specs = [TensorSpec("w", "F32", (64,))]
+    blanks = [
+        blank(backend, theta_specs(specs)),
+        blank(backend, outer_specs(specs, commit_dtype="F4")),
+        blank(backend, update_specs(specs, "F4")),
+    ]
+    theta, outer, update = (arrays(one) for one in blanks)
+    deltas = terms(backend, 1.0, {"w": torch.ones(64)})
+    contribution = weakref.ref(deltas["w"][0][1])
+    old = State({"w": put(backend, torch.ones(64))}, {}).given()
+    parts = outer_parts.OuterParts(
+        DiLoCo(sync_every=1, fragments=1, in_flight=1, commit_dtype="F4"),
+        (),
+        backend,
+        specs,
+        Transition(old, deltas, FragmentState(theta, outer), update, final=False),
+        take,
+    )
+    del deltas
+    assert contribution() is not None
+    while parts.moves:
+        assert parts.moves.popleft().write() == ()
+    assert contribution() is None
+    assert len(parts.follows) == 1
 
 
 @pytest.mark.parametrize("commit_dtype", [None, "F16", "F4"])

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from gradientmail.algorithm.diloco import DiLoCo
@@ -54,9 +54,10 @@ class OuterParts:
         self.follows: deque[Part] = deque()
         """What is made of the masters then: another theta, and the update."""
         dtype = algorithm.commit_dtype
+        moved = replace(change, deltas={})  # contributions are let go before the rest follows
         for outer, those in outer_steps(algorithm, specs, averaged):
             move = partial(_move, outer, backend, change)
-            follow = partial(outer.follow, backend, change=change, beyond=self.beyond, take=take)
+            follow = partial(outer.follow, backend, change=moved, beyond=self.beyond, take=take)
             for some in _some_at_a_time(those):
                 for ranges in _cut(some):
                     self.moves.append(Part(partial(move, ranges), _moved(ranges, dtype)))
