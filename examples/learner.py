@@ -105,7 +105,7 @@ def parse_options() -> argparse.Namespace:
         "--world", type=int, default=1, help="how many shares there are; a run keeps its number"
     )
     parser.add_argument(
-        "--steps", type=int, default=480, help="of each, how long the run is (default: 480)"
+        "--steps", type=int, default=1440, help="of each, how long the run is (default: 1440)"
     )
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the others")
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32 (default: 128)")
@@ -148,6 +148,9 @@ def main() -> int:
     except KeyboardInterrupt:
         say("stopped; start it again with the same line to go on")
         return 130
+    except gm.GradientMailError as error:
+        say(f"{type(error).__name__}: {error}")
+        return 1
     say(
         f"done after {rounds} rounds: {held_out_loss(model):.2f} bits per byte of text that nobody "
         "has trained on, 8 for a model that knows nothing"

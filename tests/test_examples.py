@@ -226,3 +226,7 @@ def test_one_script_on_every_machine_goes_on_after_a_kill(tmp_path: Path) -> Non
             ends.append(end)
     assert ends[0][0] == ends[1][0]
     assert int(ends[0][1]) >= rounds
+    with learner(0, *bounded, "--width", "64") as wider:
+        text = wider.communicate(timeout=PATIENCE_SECONDS)[0]
+    assert wider.returncode == 1
+    assert re.search(r"^\d\d:\d\d:\d\d SchemaMismatch: ", text, re.MULTILINE), text

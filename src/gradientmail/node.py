@@ -165,6 +165,7 @@ class Node:
             lease_every=settings.lease_every,
             lease_timeout=settings.lease_timeout,
             announce=self._announce,
+            listed=self._look_for_own,
         )
         versions = await newest_versions(run, self.exchange, self.watch.progress, backend)
         self.rounds_seen = rounds_held(versions)
@@ -291,6 +292,11 @@ class Node:
     def _observe_leases(self, keys: Sequence[str]) -> None:
         if self.watch is not None:
             self.watch.observe_leases(keys)
+
+    def _look_for_own(self, leases: Sequence[str]) -> None:
+        """Renew at once if the own beat is not there: a newer process deletes it when it begins."""
+        if not self._lease.is_among(leases):
+            self.check_lease()
 
     def check_lease(self) -> None:
         """Renew the lease now, which shows whether another process has it. On the loop's thread."""

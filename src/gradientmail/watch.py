@@ -69,8 +69,12 @@ class Watch:
         lease_every: float,
         lease_timeout: float,
         announce: Callable[[Event], None],
+        listed: Callable[[Sequence[str]], None],
     ) -> None:
-        """``fragments`` is the number that the run really has."""
+        """``fragments`` is the number that the run really has.
+
+        ``listed`` is given the keys of all leases whenever this has listed them.
+        """
         self._exchange = exchange
         self._clock = clock
         self._learner = learner
@@ -78,6 +82,7 @@ class Watch:
         self._lease_every = lease_every
         self._lease_timeout = lease_timeout
         self._announce = announce
+        self._listed = listed
         self._book = LeaseBook(lease_timeout)
         self._leases_listed = -float("inf")
         self._snapshots_listed = -float("inf")
@@ -164,7 +169,9 @@ class Watch:
 
     async def refresh_leases(self) -> None:
         """List the leases now and tell who came and went."""
-        self.observe_leases(await self._exchange.keys(layout.LEASES))
+        keys = await self._exchange.keys(layout.LEASES)
+        self.observe_leases(keys)
+        self._listed(keys)
 
     def observe_leases(self, keys: Iterable[str]) -> None:
         """Take in a listing of all leases, made just now."""

@@ -4,7 +4,7 @@ Each begins when the one before has begun. They renew, leave in order, sleep for
 like, and lose calls and answers. Whatever the order, only who is older than another ends, and in
 the end one is left: the newest, if it has not left.
 
-One order in some 30,000 of these still ends the newest: an older one that slept between deciding to
+One order in 36,000 of these still ended the newest: an older one that slept between deciding to
 delete a beat of its own and doing so deletes the newest one's, of the same number.
 """
 

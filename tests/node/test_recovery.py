@@ -331,6 +331,33 @@ def test_a_restarted_creator_finds_its_own_claim_and_goes_on() -> None:
     run_virtual(main, limit_seconds=500)
 
 
+def test_who_no_longer_finds_its_beat_in_a_listing_renews_at_once() -> None:
+    """Not only when it renews, ten minutes later: until then one of both works in vain."""
+
+    async def main() -> None:
+        world = World(ALGORITHM)
+        slow = {"lease_every": 600.0, "lease_timeout": 1200.0}
+        old = world.node("twin", **slow)
+        await old.join()
+        await old.train(6)
+        new = world.node("twin", **slow)
+        await new.join()
+        began = asyncio.get_running_loop().time()
+
+        async def until_replaced() -> float:
+            with pytest.raises(LearnerReplaced, match="'twin'"):
+                await old.train(60)
+            return asyncio.get_running_loop().time() - began
+
+        noticed, _ = await asyncio.gather(until_replaced(), new.train(60))
+        assert noticed < 40
+        assert happened(new, LeaseLost) == []
+        await new.close()
+        check_history(world.archive)
+
+    run_virtual(main, limit_seconds=500)
+
+
 def test_the_newer_of_two_processes_with_one_id_wins() -> None:
     async def main() -> None:
         world = World(ALGORITHM)

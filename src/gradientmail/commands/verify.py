@@ -60,7 +60,7 @@ def add_to(subcommands: Subcommands) -> None:
         help="check a run's mailbox against every invariant that can be read from it",
         description="Reads a mailbox, of a live run too, and checks every invariant that can be "
         "read from it; commits are computed again where their deltas are still there. Writes "
-        "nothing. Exit status: 0 if all holds, 1 if not.",
+        "nothing. Exit status: 0 if all holds, 1 if not, 2 for a wrong command line.",
     )
     parser.add_argument("url", help="s3://bucket/prefix, file:///folder, or the path of a folder")
     parser.add_argument(

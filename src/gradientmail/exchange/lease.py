@@ -21,7 +21,7 @@ first writes how far the swept beats went, and a lease begins beyond that.
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from gradientmail.errors import ProtocolError
 from gradientmail.exchange import layout
@@ -155,6 +155,10 @@ class Lease:
     def _is_known_to(self, beats: Mapping[int, Beat]) -> bool:
         """Whether one of these was written by a process that knows this one to be older."""
         return any(self._token in (beat.after or ()) for beat in beats.values())
+
+    def is_among(self, keys: Container[str]) -> bool:
+        """Whether this process's newest beat is one of ``keys``."""
+        return layout.beat_key(self._learner, self.beat) in keys
 
     async def release(self) -> None:
         """Delete this process's beats; those of a newer process with the same id stay.
