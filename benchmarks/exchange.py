@@ -174,7 +174,7 @@ def _row(work: Workload, found: list[dict[str, Any]]) -> dict[str, object]:
     }
 
 
-def _is_chosen(name: str, only: str | None) -> bool:
+def is_chosen(name: str, only: str | None) -> bool:
     """All without ``only``; for W, which is in other names too, that one by itself."""
     return only is None or (name == "W" if only == "W" else only in name)
 
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, help="instead of each workload's own")
     parser.add_argument("--folder", help="where the mailbox and the floor's file lie")
     args = parser.parse_args()
-    chosen = [one for one in WORKLOADS if _is_chosen(one.name, args.only)]
+    chosen = [one for one in WORKLOADS if is_chosen(one.name, args.only)]
     if not chosen:
         parser.error(f"--only {args.only}: not in any of {[one.name for one in WORKLOADS]}")
     rows = []

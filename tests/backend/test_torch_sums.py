@@ -6,8 +6,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from gradientmail.algorithm.diloco import WeightedMean
+from gradientmail.algorithm.merge import LARGE, Fold
 from gradientmail.backend.torch import ROW, ROWS_FROM, TorchBackend
 from gradientmail.backend.torch_chunks import CHUNK, VIEWS, cut, piece_size
+from gradientmail.schema import TensorSpec
 
 BACKEND = TorchBackend()
 
@@ -108,6 +111,22 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(
     assert numbers == others
     for one, other in zip(outs, other_outs, strict=True):
         assert torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("count", [20_000, LARGE - 1, LARGE, 40_000, 2**16, 100_003, 131_071])
+def test_the_cosine_does_not_depend_on_the_number_of_threads(threads: None, count: int) -> None:
+    """From 32,768 elements on PyTorch sums on several threads, in another order."""
+    specs = [TensorSpec("w", "F32", (count,))]
+    found: set[float | None] = set()
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        for seed in range(5):
+            draw = torch.Generator().manual_seed(count + seed)
+            fold = Fold(WeightedMean(), specs, BACKEND, lambda size: memoryview(bytearray(size)))
+            for _ in range(2):
+                assert fold.add({"w": torch.randn(count, generator=draw)}, 1.0)
+            found.add(fold.merged().cosine)
+    assert len(found) == 5
 
 
 @pytest.mark.parametrize("count", [1, VIEWS * 3, VIEWS * 9 + 2])
