@@ -29,6 +29,15 @@ class Lost(Exception):
     """A call, or its answer."""
 
 
+async def insist(call: Callable[[], Awaitable[None]]) -> None:
+    """Until neither the call nor its answer is lost."""
+    while True:
+        try:
+            return await call()
+        except Lost:
+            continue
+
+
 class Life:
     """One process: its lease, and a mailbox that waits before each call and each answer."""
 
@@ -66,12 +75,8 @@ class Life:
         await self._call(lambda: self.store.delete(keys))
 
     async def live(self, leaves: bool) -> None:
-        while not self.acquired:
-            try:
-                await self.lease.acquire()
-                self.acquired = True
-            except Lost:
-                pass
+        await insist(self.lease.acquire)
+        self.acquired = True
         while not self.ended:
             await self._wait()
             try:
@@ -81,12 +86,8 @@ class Life:
                 continue
             if leaves and self.draw.random() < 0.2:
                 break
-        while not self.left:
-            try:
-                await self.lease.release()
-                self.left = True
-            except Lost:
-                pass
+        await insist(self.lease.release)
+        self.left = True
 
     @property
     def done(self) -> bool:
