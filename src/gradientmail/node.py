@@ -81,6 +81,7 @@ class Node:
             retrying, offload=hashing, take=take, compressed=settings.compressed
         )
         token = f"{random.getrandbits(64):016x}"
+        self._listed_beat = 0
         self._lease = Lease(retrying, settings.learner, token, self._observe_leases)
         self.rounds_seen = -1
         """The round that the model holds when it has joined, −1 for a fresh run."""
@@ -290,12 +291,18 @@ class Node:
             self._announce(LeaseRenewed(beat=self._lease.beat, live=live))
 
     def _observe_leases(self, keys: Sequence[str]) -> None:
+        self._look_for_own(keys)
         if self.watch is not None:
             self.watch.observe_leases(keys)
 
     def _look_for_own(self, leases: Sequence[str]) -> None:
-        """Renew at once if the own beat is not there: a newer process deletes it when it begins."""
-        if not self._lease.is_among(leases):
+        """Renew at once if the own beat is gone: a newer process deletes it when it begins.
+
+        Only one that was listed before: a listing may be older than the beat.
+        """
+        if self._lease.is_among(leases):
+            self._listed_beat = self._lease.beat
+        elif self._listed_beat == self._lease.beat:
             self.check_lease()
 
     def check_lease(self) -> None:

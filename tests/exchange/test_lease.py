@@ -183,6 +183,64 @@ def test_beats_that_cannot_be_deleted_or_are_listed_too_long_stop_nobody() -> No
     assert lists <= 2 * MOST_LOOKS + 2
 
 
+def test_who_leaves_after_a_newer_one_came_and_went_leaves_the_newest_ones_beat() -> None:
+    async def main() -> Sequence[str]:
+        mailbox = MemoryMailbox()
+        oldest, between, newest = (Lease(mailbox, "a", token) for token in ("old", "mid", "new"))
+        await oldest.acquire()
+        for _ in range(5):
+            await oldest.renew()
+        await between.acquire()
+        await between.release()
+        await newest.acquire()
+        await oldest.release()
+        return await mailbox.list("")
+
+    assert asyncio.run(main()) == (layout.beat_key("a", 1),)
+
+
+@pytest.mark.parametrize("token", ["other", "token"])
+def test_a_beat_that_no_listing_shows_stops_nobody(token: str) -> None:
+    class Hiding(MemoryMailbox):
+        @override
+        async def list(self, prefix: str, /, *, after: str = "") -> Sequence[str]:
+            hidden = layout.beat_key("a", 1), layout.beat_key("a", 3)
+            return tuple(
+                key for key in await super().list(prefix, after=after) if key not in hidden
+            )
+
+    async def main() -> tuple[bool, int]:
+        mailbox = Hiding()
+        for number in (1, 3):
+            body = Beat(token, ()).to_bytes()
+            await mailbox.put_if_absent(layout.beat_key("a", number), body)
+        lease = Lease(mailbox, "a", "token")
+        await lease.acquire()
+        won = await lease.renew()
+        return won, lease.beat
+
+    won, beat = asyncio.run(asyncio.wait_for(main(), 10))
+    assert won
+    assert beat == (4 if token == "other" else 2)
+
+
+def test_junk_that_cannot_be_deleted_is_gone_past() -> None:
+    class Undeletable(MemoryMailbox):
+        @override
+        async def delete(self, keys: Iterable[str], /) -> None:
+            """Nothing."""
+
+    async def main() -> tuple[bool, int]:
+        mailbox = Undeletable()
+        lease = Lease(mailbox, "a", "token")
+        await lease.acquire()
+        for number in (2, 3, LAST_BEAT):
+            await mailbox.put_if_absent(layout.beat_key("a", number), b"junk")
+        return await lease.renew(), lease.beat
+
+    assert asyncio.run(asyncio.wait_for(main(), 10)) == (True, 4)
+
+
 def test_junk_among_the_beats_is_deleted_at_once() -> None:
     class Counting(MemoryMailbox):
         deletes = 0

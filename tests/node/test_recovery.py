@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import Any, Literal, cast, override
 
 import pytest
 import torch
@@ -23,8 +23,9 @@ from tests.node.worlds import (
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.errors import LearnerReplaced
-from gradientmail.events import LeaseLost, RunCreated
-from gradientmail.mailbox.wrapped import Call
+from gradientmail.events import LeaseLost, LeaseRenewed, RunCreated
+from gradientmail.mailbox.base import Mailbox
+from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 from gradientmail.testing.faults import CountingMailbox
 from gradientmail.testing.simulated import Connection
 from gradientmail.testing.virtual_time import run_virtual
@@ -354,6 +355,35 @@ def test_who_no_longer_finds_its_beat_in_a_listing_renews_at_once() -> None:
         assert happened(new, LeaseLost) == []
         await new.close()
         check_history(world.archive)
+
+    run_virtual(main, limit_seconds=500)
+
+
+class Lagging(WrappedMailbox):
+    """Listings of the leases are those of a second ago."""
+
+    def __init__(self, inner: Mailbox) -> None:
+        super().__init__(inner)
+        self._listed: list[tuple[float, Any]] = []
+
+    @override
+    async def around[T](self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
+        answer = await act()
+        if (call.operation, *call.keys) != ("list", "leases/"):
+            return answer
+        now = asyncio.get_running_loop().time()
+        self._listed.append((now, answer))
+        return next((old for at, old in reversed(self._listed) if at <= now - 1.0), cast("T", ()))
+
+
+def test_listings_that_lag_do_not_make_a_node_renew_again_and_again() -> None:
+    async def main() -> None:
+        world = World(ALGORITHM)
+        node = world.node("a", wrap=Lagging, lease_every=10.0, lease_timeout=30.0)
+        await node.join()
+        await node.train(60)
+        assert 4 <= len(happened(node, LeaseRenewed)) <= 8
+        await node.close()
 
     run_virtual(main, limit_seconds=500)
 

@@ -77,24 +77,27 @@ class Lease:
 
         An older process with this id finds it when it renews.
         """
+        taken = 0
         for look in itertools.count(1):
             keys = await self._mailbox.list(layout.beats_prefix(self._learner))
             numbers = sorted(number for number in self._own(keys) if number <= LAST_BEAT)
             found, gone = await self._beats([n for n in numbers if n != self.beat][-MOST_OLDER:])
             if gone and look < MOST_LOOKS:
                 continue  # renewed meanwhile: the next beat counts
-            if self.beat and (numbers[-1:] == [self.beat] or self._is_known_to(found)):
+            if self.beat and (max(numbers, default=0) <= self.beat or self._is_known_to(found)):
                 self._shown = self.beat
                 await self._remove(number for number in numbers if number < self.beat)
                 return
             # The first time, or one woke up that had gone further, between the listing and the put.
             self._learn_of(found.values())
             # After the own beats: a sweep writes this first, and then deletes.
-            first = max([*numbers, await _swept_so_far(self._mailbox)]) + 1
+            first = max([*numbers, taken, await _swept_so_far(self._mailbox)]) + 1
             if first > LAST_FIRST and look < MOST_LOOKS:
                 await self._remove(numbers)  # nobody came there by renewing
             elif await self._put(first):
                 self.beat = first
+            else:
+                taken = first  # whatever the next listing shows
 
     async def renew(self) -> bool:
         """Write the next beat and delete the older ones; False when another process has the id."""
@@ -133,7 +136,7 @@ class Lease:
         furthest = max(found, default=0)
         if furthest > self.beat or not written:
             self._learn_of(beat for n, beat in others.items() if n > self.beat)
-            return max(furthest, self.beat) + 1
+            return max(furthest, number) + 1
         self._shown = number
         await self._remove(n for n in numbers if n < number and n not in gone)
         return 0
@@ -168,11 +171,15 @@ class Lease:
         async with self._turn:
             self._released = True
             numbers = self._own(await self._mailbox.list(layout.beats_prefix(self._learner)))
-            # Beyond its own there may be another one of its own: the answer was lost.
-            last = 0 if self._replaced else self.beat
-            found, _ = await self._beats(number for number in numbers if number > last)
-            own = [number for number, beat in found.items() if beat.token == self._token]
-            await self._remove([*(number for number in numbers if number <= last), *own])
+            found, _ = await self._beats(sorted(numbers)[-MOST_OLDER:])
+            await self._remove(n for n, beat in found.items() if self._goes_along(n, beat))
+
+    def _goes_along(self, number: int, beat: Beat) -> bool:
+        """Whether this beat is this process's, or one that it deletes when it leaves."""
+        if beat.token == self._token:
+            return True
+        is_older = beat.token in self._older or beat.after is None
+        return is_older and number < self.beat and not self._replaced
 
     def _own(self, keys: Iterable[str]) -> list[int]:
         """The numbers of this learner's beats among ``keys``."""
@@ -194,14 +201,14 @@ class Lease:
         """
         key = layout.beat_key(self._learner, number)
         data = Beat(self._token, self._older).to_bytes()
-        while not await self._mailbox.put_if_absent(key, data):
-            try:
-                found = await self._read(number)
-            except ProtocolError:
-                await self._remove((number,))
-            else:
-                return found is not None and found.token == self._token
-        return True
+        if await self._mailbox.put_if_absent(key, data):
+            return True
+        try:
+            found = await self._read(number)
+        except ProtocolError:
+            await self._remove((number,))
+            return await self._mailbox.put_if_absent(key, data)
+        return found is not None and found.token == self._token
 
     async def _beats(self, numbers: Iterable[int]) -> tuple[dict[int, Beat], set[int]]:
         """What these are, and which are gone; what no process can have written is deleted."""
