@@ -181,7 +181,9 @@ def is_chosen(name: str, only: str | None) -> bool:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", help="W, or a part of the others' names")
     parser.add_argument("--steps", type=int, default=60)

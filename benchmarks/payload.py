@@ -30,7 +30,9 @@ BACKENDS: dict[str, type[Backend]] = {
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--mb", type=int, default=64)
     parser.add_argument("--backend", choices=BACKENDS, default="torch", help="of the codecs")

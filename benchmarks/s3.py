@@ -39,7 +39,9 @@ KEY, SECRET = "testing", "testing-secret"  # as tests/s3/servers.py has them
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--mib", type=int, nargs="*", default=[64, 1024])
     parser.add_argument("--repeats", type=int, default=3, help="processes of each kind")

@@ -110,7 +110,9 @@ def main() -> None:
     """Run and print."""
     from measure import show  # it imports torch, which a world has no use for
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--nodes", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--hours", type=float, default=1.0)

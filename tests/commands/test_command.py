@@ -32,6 +32,18 @@ def test_a_command_line_that_cannot_be_understood(
     assert capsys.readouterr().err.startswith("usage: gradientmail")
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["verify", "memory://nothing"]])
+def test_who_reads_the_output_may_go(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "gradientmail", *arguments]
+    pipe, buffered = subprocess.PIPE, {**os.environ, "PYTHONUNBUFFERED": ""}
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=buffered) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
 def test_an_error_of_the_system_names_the_path_and_no_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -188,6 +188,14 @@ def test_a_store_that_keeps_its_promises() -> None:
     assert asyncio.run(box.list("")) == ()
 
 
+def test_a_run_that_is_there_is_told() -> None:
+    box = MemoryMailbox()
+    asyncio.run(box.put_if_absent("manifest.json", b"{}"))
+    told = {finding.check: finding.detail for finding in examined(box).findings}
+    assert told["run"] == "one is here already: sessions with this address join it"
+    assert asyncio.run(box.list("")) == ("manifest.json",)
+
+
 @pytest.mark.parametrize(
     ("box", "check", "detail"),
     [
@@ -298,6 +306,8 @@ def test_a_folder_is_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert "This store can be used.\n" in shown
     assert "clock             ok" in shown
+    assert "run               ok  none is here yet: the first session makes it" in shown
+    assert "Estimate for a month of training: $31.96 (" in shown
     assert "if the store charges by request and gigabyte" in shown
 
     run = tmp_path / "run"

@@ -16,7 +16,7 @@ from tests.node.worlds import World
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.backend.torch import TorchBackend
 from gradientmail.commands import main
-from gradientmail.commands.verify import REMEDIES, check, choose, was_never_swept
+from gradientmail.commands.verify import REMEDIES, as_text, check, choose, was_never_swept
 from gradientmail.errors import MissingExtra
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.mailbox.memory import MemoryMailbox
@@ -76,6 +76,7 @@ def test_a_folder_without_a_run_is_told_and_not_made(
     shown = capsys.readouterr().out
     assert "WRONG manifest: manifest.json: it does not exist: there is no run here" in shown
     assert "pass its URL" in shown
+    assert shown.startswith(f"{tmp_path}: 0 rounds in 0 objects\nWRONG manifest")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -129,6 +130,18 @@ def test_garbage_beyond_the_last_round_is_one_fault_and_costs_no_memory(
     found = json.loads(capsys.readouterr().out)
     told = [row for row in found["violations"] if row["invariant"] == "records"]
     assert [row["key"] for row in told] == [key]
+
+
+def test_it_says_which_commits_it_could_compute_again() -> None:
+    def computed(recomputed: int, consistent: int) -> str:
+        report = Report(9, 40, 20, recomputed, consistent, (), ())
+        return as_text("u", "numpy", report).splitlines()[2]
+
+    assert computed(9, 0) == "commits: 9 computed again from their deltas (by numpy)"
+    assert computed(0, 4) == (
+        "commits: 4 checked against the version before, since their deltas are swept; "
+        "5 too old to check, what they were made of is swept (by numpy)"
+    )
 
 
 def test_every_invariant_has_a_remedy() -> None:

@@ -7,11 +7,12 @@ to look at is not in order. Each of these is one line for the user, without a tr
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from gradientmail.commands import doctor, verify
-from gradientmail.commands.base import FAULTY, INTERRUPTED, MISUSED, Command
+from gradientmail.commands.base import FAULTY, INTERRUPTED, MISUSED, UNREAD, Command
 from gradientmail.errors import GradientMailError
 
 COMMANDS: tuple[Command, ...] = (doctor, verify)
@@ -19,6 +20,18 @@ COMMANDS: tuple[Command, ...] = (doctor, verify)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand that ``argv`` (the command line by default) names; its exit status."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here, where a reader that has gone can be told from other faults
+    except BrokenPipeError:
+        # What Python would still write at its end goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="gradientmail",
         description="Tools for runs of GradientMail and the stores that they live in.",
@@ -33,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(error, MISUSED)
     except GradientMailError as error:
         return _say(error, FAULTY)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         return _say(_without_number(error), FAULTY)
     except KeyboardInterrupt:

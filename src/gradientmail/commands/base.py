@@ -14,6 +14,8 @@ MISUSED = 2
 """Exit status: the command line cannot be understood, as argparse has it."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+UNREAD = 141
+"""Exit status when whoever read the output has gone (``| head``), as shells have it."""
 
 
 class Command(Protocol):

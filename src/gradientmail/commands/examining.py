@@ -15,6 +15,7 @@ from gradientmail.commands.measuring import (
     own_listing,
 )
 from gradientmail.errors import GradientMailError
+from gradientmail.exchange import layout
 
 REACH_SECONDS = 20.0
 """A store that has not answered for so long cannot be reached."""
@@ -93,6 +94,7 @@ async def examine(store: Examination, extent: Extent) -> Report:
         ("large object", checks.large_object(extent.large_bytes)),
         ("clock", _clock),
         ("own listing", _own_listing),
+        ("run", _run),
     )
     clock = asyncio.get_running_loop().time
     ends = clock() + extent.seconds
@@ -151,6 +153,12 @@ async def _clock(store: Examination) -> str:
 
 async def _own_listing(store: Examination) -> str:
     return await own_listing(store) or ""
+
+
+async def _run(store: Examination) -> str:
+    if await store.persist(lambda: store.boxes[0].get(layout.MANIFEST)) is None:
+        return "none is here yet: the first session makes it"
+    return "one is here already: sessions with this address join it"
 
 
 def _repeated(store: Examination) -> tuple[Finding, ...]:

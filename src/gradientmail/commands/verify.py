@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     mailbox = open_mailbox(arguments.url, create=False)  # first: a wrong path is told at once
     name, backend = choose(arguments.backend)
     report = asyncio.run(check(mailbox, backend))
-    show = _as_json if arguments.json else _as_text
+    show = _as_json if arguments.json else as_text
     print(show(arguments.url, name, report))
     return FINE if report.holds else FAULTY
 
@@ -137,15 +137,11 @@ def _as_json(url: str, backend: str, report: Report) -> str:
     return json.dumps({**found, "violations": rows}, sort_keys=True)
 
 
-def _as_text(url: str, backend: str, report: Report) -> str:
-    lines = [
-        f"{url}: {report.rounds} rounds in {report.objects} objects",
-        f"{report.payloads} payloads read and hashed",
-        f"{report.recomputed} commits computed again from their deltas (by {backend})",
-        f"{report.consistent} checked by their momentum, their deltas being swept",
-    ]
-    if backend == "none":
-        lines.append("no number was looked at; for that, pip install 'gradientmail[numpy]'")
+def as_text(url: str, backend: str, report: Report) -> str:
+    """What was found, for people."""
+    lines = [f"{url}: {report.rounds} rounds in {report.objects} objects"]
+    if report.payloads:
+        lines += [f"payloads read and hashed: {report.payloads}", _computed(backend, report)]
     if report.strays:
         shown = ", ".join(map(repr, report.strays[:5])) + (" …" if report.strays[5:] else "")
         lines.append(f"objects that every node ignores: {len(report.strays)}: {shown}")
@@ -154,6 +150,23 @@ def _as_text(url: str, backend: str, report: Report) -> str:
     count = len(report.violations)
     lines.append(f"violations: {count}" if count else "every invariant holds")
     return "\n".join(lines)
+
+
+def _computed(backend: str, report: Report) -> str:
+    """Which commits were computed again; a run sweeps what older ones were made of."""
+    if backend == "none":
+        return "no number was looked at; for that, pip install 'gradientmail[numpy]'"
+    again, traced = report.recomputed, report.consistent
+    parts = [
+        f"{count} {what}"
+        for count, what in (
+            (again, "computed again from their deltas"),
+            (traced, "checked against the version before, since their deltas are swept"),
+            (report.rounds - again - traced, "too old to check, what they were made of is swept"),
+        )
+        if count
+    ]
+    return f"commits: {'; '.join(parts) or 'none yet'} (by {backend})"
 
 
 def _remedy(one: Violation) -> str:
