@@ -155,10 +155,16 @@ SENTENCES: list[tuple[Event, str]] = [
             round=3, seconds=30.4, accepted=("a",), rejected=(), missing=("b",), quorum_size=2
         ),
         (
-            "round 3 has waited 30 s: accepted a, of 2 needed; rejected nobody; live and "
-            "silent b. A learner that does not train should leave the run: its loop must call"
-            " session.step, or end"
+            "round 3 has waited 30 s: accepted a, of 2 needed; rejected nobody; nothing yet "
+            "from b. Who has died is given up when its lease runs out; who lives must call "
+            "session.step, or leave the run"
         ),
+    ),
+    (
+        events.RoundWaits(
+            round=3, seconds=30.4, accepted=("a",), rejected=("b",), missing=(), quorum_size=2
+        ),
+        "round 3 has waited 30 s: accepted a, of 2 needed; rejected b",
     ),
     (
         events.StateRestored(local_step=9, kept=(0, 1), moved=(), steps_replaced=0),

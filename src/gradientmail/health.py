@@ -125,11 +125,14 @@ class RoundWaits(Event):
         def listed(learners: tuple[str, ...]) -> str:
             return ", ".join(learners) or "nobody"
 
+        missing = (
+            f"; nothing yet from {listed(self.missing)}. Who has died is given up when its lease "
+            "runs out; who lives must call session.step, or leave the run"
+        )
         return (
             f"round {self.round} has waited {self.seconds:.0f} s: accepted "
             f"{listed(self.accepted)}, of {self.quorum_size} needed; rejected "
-            f"{listed(self.rejected)}; live and silent {listed(self.missing)}. A learner that does "
-            "not train should leave the run: its loop must call session.step, or end"
+            f"{listed(self.rejected)}{missing if self.missing else ''}"
         )
 
 

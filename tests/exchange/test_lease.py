@@ -224,6 +224,34 @@ def test_a_beat_that_no_listing_shows_stops_nobody(token: str) -> None:
     assert beat == (4 if token == "other" else 2)
 
 
+def test_who_finds_its_last_beat_by_key_has_not_been_replaced() -> None:
+    """A sleeper wakes, and the newest one's own beats are in no listing."""
+
+    class Hiding(MemoryMailbox):
+        hidden = ""
+
+        @override
+        async def list(self, prefix: str, /, *, after: str = "") -> Sequence[str]:
+            keys = await super().list(prefix, after=after)
+            return tuple(key for key in keys if key != self.hidden)
+
+    async def main() -> tuple[bool, bool, int, Sequence[str]]:
+        mailbox = Hiding()
+        sleeper, between, newest = (Lease(mailbox, "a", token) for token in ("old", "mid", "new"))
+        await sleeper.acquire()
+        await sleeper.renew()
+        await between.acquire()
+        await between.release()
+        await newest.acquire()
+        mailbox.hidden = layout.beat_key("a", newest.beat)
+        await mailbox.put_if_absent(layout.beat_key("a", 3), Beat("old", ()).to_bytes())
+        won, lost = await newest.renew(), await sleeper.renew()
+        mailbox.hidden = ""
+        return won, lost, newest.beat, await mailbox.list("")
+
+    assert asyncio.run(main()) == (True, False, 4, (layout.beat_key("a", 4),))
+
+
 def test_junk_that_cannot_be_deleted_is_gone_past() -> None:
     class Undeletable(MemoryMailbox):
         @override

@@ -122,7 +122,8 @@ class Lease:
             self._observe(keys)
         numbers = sorted(n for n in self._own(keys) if n != number or not written)
         # Where nothing can be deleted there are ever more, which nobody could read in time.
-        read = {*numbers[-MOST_OLDER:], self._shown}.intersection(numbers)
+        # The own previous one is asked for by its key: a listing may lack what is there.
+        read = {*numbers[-MOST_OLDER:], *([self._shown] if self._shown else [])}
         # The own one last: whoever deleted it by then has named this process in what was read.
         found, gone = await self._beats(sorted(read, key=lambda n: (n == self._shown, n)))
         others = {n: beat for n, beat in found.items() if beat.token != self._token}
@@ -138,7 +139,7 @@ class Lease:
             self._learn_of(beat for n, beat in others.items() if n > self.beat)
             return max(furthest, number) + 1
         self._shown = number
-        await self._remove(n for n in numbers if n < number and n not in gone)
+        await self._remove(n for n in {*numbers, *found} if n < number and n not in gone)
         return 0
 
     def _is_replaced(self, others: Mapping[int, Beat], lost: int | None, noted: int) -> bool:
