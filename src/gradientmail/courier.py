@@ -118,7 +118,10 @@ class Courier:
             for number in tuple(deltas):  # the thread that merges takes out of it meanwhile
                 if number < self._watch.next_round:
                     deltas.pop(number, None)
-            await self._prepare_blank(self._posted)
+            try:
+                await self._prepare_blank(self._posted)
+            except Exception as error:  # then ``step`` makes its own, or fails itself
+                self._announce(TaskFailed(task="publish", error=repr(error)))
             await wait_any(woken, changed)
 
     async def _publish_once(self, outgoing: Outgoing) -> None:
@@ -133,24 +136,46 @@ class Courier:
         if self.silent:
             return
         self._last_published = outgoing.round
-        sealed: tuple[Sealed, Delta] | None = None
-        while self._watch.next_round <= outgoing.round:
+        delta = await self._delta(outgoing)
+        sealed: Sealed | None = None
+        while delta is not None and self._watch.next_round <= outgoing.round:
             try:
                 if sealed is None:
-                    sealed = await self._seal_delta(outgoing)
+                    sealed = await self._seal(outgoing, delta)
                     # Before the upload, in which the next round may become due: ``step`` would
                     # have to touch fresh pages.
                     await self._prepare_blank(self._posted)
-                    bad = sealed[1].not_finite
-                    if bad and self._handoff.repair is None:
-                        self._handoff.repair = (outgoing.round, bad)
-                        self._handoff.tell()
-                await self._upload(outgoing, *sealed)
+                await self._upload(outgoing, sealed, delta)
             except Exception as error:
                 self._announce(TaskFailed(task="publish", error=repr(error), round=outgoing.round))
                 await self._clock.sleep(self._watch.poll_interval)
             else:
                 return
+
+    async def _delta(self, outgoing: Outgoing) -> Delta | None:
+        """Compute the delta, or have the learner make another snapshot.
+
+        Never twice of one snapshot: it is written over the copy of the parameters, and half of that
+        may be gone when it fails.
+        """
+        fragment = self._run.fragments[outgoing.fragment]
+        try:
+            delta = await self._offload(self._make_delta, fragment, outgoing)
+        except Exception as error:
+            self._announce(TaskFailed(task="publish", error=repr(error), round=outgoing.round))
+            await self._clock.sleep(self._watch.poll_interval)
+            self._snapshot = (-1, -1)
+            self._ask_again(outgoing.round, ())
+            return None
+        if delta.not_finite:
+            self._ask_again(outgoing.round, delta.not_finite)
+        return delta
+
+    def _ask_again(self, number: int, not_finite: tuple[str, ...]) -> None:
+        """Have the learner publish the round again, and put ``not_finite`` back before."""
+        if self._handoff.repair is None:  # one of an earlier round has later ones published, too
+            self._handoff.repair = (number, not_finite)
+            self._handoff.tell()
 
     async def _upload(self, outgoing: Outgoing, sealed: Sealed, delta: Delta) -> None:
         healthy = not delta.not_finite
@@ -215,15 +240,14 @@ class Courier:
         except ProtocolError:  # what is there cannot be read
             return False
 
-    async def _seal_delta(self, outgoing: Outgoing) -> tuple[Sealed, Delta]:
-        """Compute the delta and hash it."""
-        fragment = self._run.fragments[outgoing.fragment]
-        delta = await self._offload(self._make_delta, fragment, outgoing)
+    async def _seal(self, outgoing: Outgoing, delta: Delta) -> Sealed:
+        """Hash it."""
+        layout_ = self._run.fragments[outgoing.fragment].delta
 
         def key_of(digest: str, extension: str) -> str:
             return layout.snapshot_blob_key(outgoing.round, self._learner, digest, extension)
 
-        return await self._exchange.seal(Sealing(delta.buffer, fragment.delta), key_of), delta
+        return await self._exchange.seal(Sealing(delta.buffer, layout_), key_of)
 
     def _make_delta(self, fragment: Fragment, outgoing: Outgoing) -> Delta:
         """Off the loop."""

@@ -285,7 +285,8 @@ class Learner:
         One alone would be undone by the next backward pass, which mixes all parameters. ``found``
         are names of tensors whose parameters or delta were not finite. The round is published again
         if it is still open then: one that nobody contributed to would stay open for good. A round
-        published before an earlier repair tells of what that one has mended.
+        published before an earlier repair tells of what that one has mended. Without ``found`` its
+        snapshot was lost, and the next one is due at once.
         """
         fresh = any(number == published for published, _ in self._published)
         bad = set(self._parameters.not_finite()) | (set(found) if fresh else set())
@@ -298,6 +299,8 @@ class Learner:
         self._last_published = self._handoff.publishing = min(self._last_published, number - 1)
         for pair in [pair for pair in self._published if pair[0] >= number]:
             self._published.remove(pair)
+            if not found:
+                self._published_at = min(self._published_at, pair[1] - self._schedule.gap(pair[0]))
         if bad:
             tensors = tuple(sorted(bad))
             # At once: an optimizer state that is sick, too, has to be reset before the next step.

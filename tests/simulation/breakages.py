@@ -16,6 +16,7 @@ from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.merge import Fold
 from gradientmail.collecting import Collector
 from gradientmail.committing import Committer
+from gradientmail.courier import Courier
 from gradientmail.election import Election
 from gradientmail.errors import LearnerReplaced
 from gradientmail.exchange import exchange as exchange_module
@@ -24,9 +25,11 @@ from gradientmail.exchange.exchange import Exchange, Payload
 from gradientmail.exchange.lease import Lease
 from gradientmail.exchange.lease_book import LeaseBook
 from gradientmail.exchange.records import RoundRecord
+from gradientmail.handoff import Outgoing
 from gradientmail.holding import Held, Holding
 from gradientmail.learner import Learner
 from gradientmail.mailbox.base import Mailbox
+from gradientmail.run import Fragment
 from gradientmail.syncer import Syncer
 from gradientmail.testing.plans import Fault, NodePlan, Plan
 from gradientmail.testing.simulated import Connection
@@ -393,6 +396,17 @@ def publishes_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deltas, "math", Blind)
 
 
+def makes_the_delta_of_a_snapshot_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was written over the copy of the parameters, so that the second one is these."""
+    whole = Courier._make_delta
+
+    def make(self: Courier, fragment: Fragment, outgoing: Outgoing) -> deltas.Delta:
+        whole(self, fragment, outgoing)
+        return whole(self, fragment, outgoing)
+
+    monkeypatch.setattr(Courier, "_make_delta", make)
+
+
 def stays_where_it_is_when_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     def settle(self: Learner) -> None:
         """Keep the local parameters."""
@@ -503,6 +517,7 @@ BREAKAGES = [
     Breakage("forgets its claim", forgets_its_claim, "progress", SOLO),
     Breakage("never takes over", never_takes_over, "progress", TAKEOVER),
     Breakage("counts steps again", counts_steps_again, "counts", plan()),
+    Breakage("makes a delta again", makes_the_delta_of_a_snapshot_again, "deltas", plan()),
     Breakage("moves its anchor", measures_from_its_own_parameters, "anchors", plan()),
     Breakage("leaves unsettled", stays_where_it_is_when_it_leaves, "convergence", plan()),
     Breakage("blocks restarts", blocks_restarts, "nodes", SOLO),

@@ -16,6 +16,7 @@ from gradientmail.testing.plans import (
     ALGORITHMS,
     FAULT_KINDS,
     STRIKES,
+    WORK_STRIKES,
     Fault,
     How,
     NodePlan,
@@ -37,6 +38,9 @@ SHORT = Plan(
 """Creates a run, closes some rounds, sweeps them."""
 CALLS = 60
 """The calls of each node that single faults strike: creation, join, and several rounds."""
+
+WORK = 50
+"""The same of work beside the loop, once it has joined."""
 
 
 @pytest.fixture
@@ -74,8 +78,27 @@ def test_every_single_fault_of_a_short_run(
     count("single faults", len(numbers))
 
 
+@pytest.mark.parametrize("how", WORK_STRIKES)
+@pytest.mark.parametrize("node", [0, 1])
+def test_work_that_fails_once_makes_no_wrong_delta_and_no_wrong_commit(
+    wanted: int, node: int, how: How, count: Callable[[str, int], None]
+) -> None:
+    """What a node gives to other threads, before or after it is done: memory runs out, say."""
+    stride = 4 if wanted < 1000 else 1
+    numbers = range(1 + (2 * WORK_STRIKES.index(how) + node) % stride, WORK + 1, stride)
+    failed = {
+        number: found
+        for number in numbers
+        if (found := simulate(replace(SHORT, strikes=(Strike(node, number, how),))).violations)
+    }
+    assert failed == {}
+    count("single faults of work", len(numbers))
+
+
 def test_the_short_run_has_the_calls_that_single_faults_strike() -> None:
-    assert min(simulate(SHORT).calls[:2]) > CALLS
+    outcome = simulate(SHORT)
+    assert min(outcome.calls[:2]) > CALLS
+    assert min(outcome.work[:2]) > WORK
 
 
 @pytest.mark.parametrize("commit_dtype", [None, "F32"])

@@ -14,7 +14,7 @@ from gradientmail.node import Settings
 from gradientmail.testing.plans import NodePlan, Plan
 from gradientmail.testing.recording import RecordingMailbox, Witness
 from gradientmail.testing.simulated import SimulatedMailbox, SimulatedStore
-from gradientmail.testing.striking import StrikingMailbox
+from gradientmail.testing.striking import StrikingMailbox, StrikingWork
 from gradientmail.testing.vector import Vector
 from gradientmail.testing.virtual_time import VirtualClock
 from gradientmail.testing.world import SimulatedNode, Training
@@ -27,6 +27,10 @@ PAUSE_SECONDS = 30.0
 def model_of(number: int) -> Vector:
     """A small model that differs from node to node."""
     return Vector({name: [number + 0.25 * i for i in range(n)] for name, n in SHAPES.items()})
+
+
+MOST_A_STEP = 504 / 20_000
+"""``drift`` moves no value further in one step."""
 
 
 def drift(number: int) -> Callable[[object, int], None]:
@@ -62,6 +66,8 @@ class Life:
         """Which process that is, from 1."""
         self._views: list[SimulatedMailbox] = []
         self.calls: StrikingMailbox | None = None
+        """Of the first process."""
+        self.work: StrikingWork | None = None
         """Of the first process."""
         self.healthy_since: float | None = None
         """When the newest process last became able to work; None while it is not."""
@@ -155,14 +161,11 @@ class Life:
         kept = kept_seconds(plan.lease_timeout) / own.clock_rate
         view.inner = Witness(self.recording, own.name, kept - 1e-6)
         self._views.append(view)
-        mailbox = StrikingMailbox(
-            view,
-            [one for one in plan.strikes if one.node == self.number] if process == 1 else [],
-            crash=self._struck_down,
-            pause=self._struck_asleep,
-        )
+        strikes = [one for one in plan.strikes if one.node == self.number and process == 1]
+        work = StrikingWork(strikes)
+        mailbox = StrikingMailbox(view, strikes, crash=self._struck_down, pause=self._struck_asleep)
         if process == 1:
-            self.calls = mailbox
+            self.calls, self.work = mailbox, work
         node = SimulatedNode(
             mailbox=mailbox,
             settings=Settings(own.name, plan.poll_interval, plan.lease_every, plan.lease_timeout),
@@ -172,10 +175,11 @@ class Life:
             ),
             seed=1000 * plan.seed + 10 * self.number + process,
             clock=self._clock,
+            offload=work,
         )
         node.announce = partial(self._heard, node)
         try:
-            await self._work(node, process)
+            await self._work(node, work, process)
         except asyncio.CancelledError:
             raise
         except LearnerReplaced as error:
@@ -190,10 +194,11 @@ class Life:
             if hasattr(node, "node"):
                 await node.kill()
 
-    async def _work(self, node: SimulatedNode, process: int) -> None:
+    async def _work(self, node: SimulatedNode, work: StrikingWork, process: int) -> None:
         if process == self._processes:
             self._heal()
         await node.join()
+        work.counts = True
         if process == self._processes:
             self.node, self._joined = node, process
         while process > self._left:

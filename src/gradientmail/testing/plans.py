@@ -47,7 +47,15 @@ class Fault:
     """Whether the node comes back, after a crash or a leave."""
 
 
-type How = Literal["lost before", "lost after", "crash before", "crash after", "pause after"]
+type How = Literal[
+    "lost before",
+    "lost after",
+    "crash before",
+    "crash after",
+    "pause after",
+    "work before",
+    "work after",
+]
 STRIKES: tuple[How, ...] = (
     "lost before",
     "lost after",
@@ -55,11 +63,14 @@ STRIKES: tuple[How, ...] = (
     "crash after",
     "pause after",
 )
+"""How a call of the store goes wrong, before or after it acts."""
+WORK_STRIKES: tuple[How, ...] = ("work before", "work after")
+"""How work beside the loop goes wrong, before or after it is done: memory runs out, say."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One call of one node goes wrong: its ``number``-th from 1, before or after the store acts."""
+    """One call of one node goes wrong: its ``number``-th from 1 of the store, or of work."""
 
     node: int
     number: int
@@ -135,7 +146,12 @@ def random_plan(seed: int) -> Plan:
         )
         for _ in range(random.randrange(7))
     )
-    return Plan(random.choice(ALGORITHMS), nodes, faults, seconds=seconds, seed=seed)
+    algorithm = random.choice(ALGORITHMS)
+    strikes = tuple(
+        Strike(random.randrange(count), random.randrange(1, 200), random.choice(WORK_STRIKES))
+        for _ in range(random.choice((0, 0, 1, 3)))
+    )
+    return Plan(algorithm, nodes, faults, strikes, seconds=seconds, seed=seed)
 
 
 def long_plan(seed: int) -> Plan:

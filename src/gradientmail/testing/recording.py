@@ -39,6 +39,7 @@ WITNESSED: Mapping[str, str] = MappingProxyType(
     | {
         "order": "a record comes after all that it names; a claim follows the commit before it",
         "deletes": "nothing is deleted that a node may still need",
+        "deltas": "without mixing, a delta is no longer than its learner's steps can have gone",
         "counts": "without mixing, no step of a learner counts in two commits of one fragment",
         "anchors": "what a learner measures its delta from is a committed version, to the byte",
         "told": "a node that says that it committed has committed",
@@ -55,8 +56,13 @@ WITNESSED: Mapping[str, str] = MappingProxyType(
 class RecordingMailbox(MemoryMailbox):
     """A store in memory that collects violations, and a hash of everything that happened."""
 
-    def __init__(self, *, backend: Backend, now: Callable[[], float]) -> None:
-        """``backend`` computes commits again; ``now`` is when, for the history."""
+    def __init__(
+        self, *, backend: Backend, now: Callable[[], float], most_a_step: float = math.inf
+    ) -> None:
+        """``backend`` computes commits again; ``now`` is when, for the history.
+
+        No step of a learner moves a value further than ``most_a_step``.
+        """
         super().__init__()
         self.violations: list[Violation] = []
         self.records: list[RoundRecord] = []
@@ -69,6 +75,7 @@ class RecordingMailbox(MemoryMailbox):
         self.committed_at = 0.0
         self._backend = backend
         self._now = now
+        self._most_a_step = most_a_step
         self._history = hashlib.sha256()
         self._foreign: set[str] = set()
         self._exchange: Exchange | None = None
@@ -174,8 +181,8 @@ class RecordingMailbox(MemoryMailbox):
             return  # late: nobody will look at it
         if record.payload.key not in self._objects:
             self.tell("order", key, "its payload is not there yet")
-        elif (fault := self._fault_of_delta(record)) is not None:
-            self.tell("snapshots", key, fault)
+        else:
+            self._check_delta(record)
         if record.rounds_seen >= len(self.records):
             self.tell("anchors", key, f"has seen round {record.rounds_seen}, not committed yet")
         # With mixing a part of what was counted stays in the parameters, and is counted again.
@@ -194,24 +201,31 @@ class RecordingMailbox(MemoryMailbox):
         mixing = self.run is None or self.run.algorithm.mixing
         return not mixing and learner not in self._shared
 
-    def _fault_of_delta(self, record: SnapshotRecord) -> str | None:
-        """Why a delta cannot be merged, decoded as a closer would; None when it can."""
+    def _check_delta(self, record: SnapshotRecord) -> None:
+        """Whether a delta can be merged, decoded as a closer would, and may be true."""
         run, exchange = self.run, self._exchange
         if run is None or exchange is None:
-            return None
+            return
         fragment = run.fragments[run.schedule.fragment(record.round)]
         try:
             payload = at_once(exchange.fetch(record.payload, fragment.delta))
         except PayloadCorrupt as error:
-            return str(error)
+            self.tell("snapshots", record.key, str(error))
+            return
         if payload is None:
-            return None  # told already
+            return  # told already
         arrays = payload_arrays(self._backend, payload)
         dtype = run.algorithm.delta_dtype
         blank = partial(fp32_array, self._backend, take=memory)
         decoded = decode_tensors(self._backend, arrays, dtype, fragment.specs, blank)
-        squares = map(self._backend.sum_of_squares, decoded.values())
-        return None if all(map(math.isfinite, squares)) else "its delta is not finite"
+        square = sum(map(self._backend.sum_of_squares, decoded.values()))
+        count = sum(spec.count for spec in fragment.specs)
+        furthest = self._most_a_step * record.steps * math.sqrt(count)
+        if not math.isfinite(square):
+            self.tell("snapshots", record.key, "its delta is not finite")
+        elif math.sqrt(square) > 1.01 * furthest and not run.algorithm.mixing:
+            length = f"{math.sqrt(square):g} long, {record.steps} steps go {furthest:g}"
+            self.tell("deltas", record.key, f"its delta is {length} at most")
 
     def _commit(self, number: int, key: str, data: bytes) -> None:
         if number != len(self.records) or self.run is None or self._commits is None:

@@ -14,7 +14,7 @@ from random import Random
 
 from gradientmail.algorithm.schedule import Schedule
 from gradientmail.exchange.lease_book import kept_seconds
-from gradientmail.testing.lives import Life
+from gradientmail.testing.lives import MOST_A_STEP, Life
 from gradientmail.testing.plans import Fault, NodePlan, Plan, long_plan, random_plan
 from gradientmail.testing.recording import RecordingMailbox
 from gradientmail.testing.simulated import SimulatedStore
@@ -41,6 +41,8 @@ class Outcome:
     """Writes and deletes that took effect."""
     calls: tuple[int, ...]
     """By node, calls of its first process, repeated looks left out."""
+    work: tuple[int, ...]
+    """By node, what its first process had other threads do once it had joined."""
     most_objects: int
     most_beats: int
     """The most that there were at one time, of all learners, the dead included."""
@@ -56,7 +58,9 @@ class Simulation:
         """Nothing runs yet; call ``run`` under virtual time."""
         self.plan = plan
         self.store = SimulatedStore(seed=plan.seed)
-        self.recording = RecordingMailbox(backend=VectorBackend(), now=self._now)
+        self.recording = RecordingMailbox(
+            backend=VectorBackend(), now=self._now, most_a_step=MOST_A_STEP
+        )
         self.store.mailbox = self.recording
         self.lives = [
             Life(plan, number, self.store, self.recording) for number in range(len(plan.nodes))
@@ -95,6 +99,7 @@ class Simulation:
             rounds=len(recording.records),
             operations=recording.operations,
             calls=tuple(life.calls.count if life.calls else 0 for life in self.lives),
+            work=tuple(life.work.count if life.work else 0 for life in self.lives),
             most_objects=recording.most_objects,
             most_beats=recording.most_beats,
             history=recording.history,

@@ -1,4 +1,4 @@
-"""One call of a node goes wrong, and what somebody puts there who keeps to no protocol."""
+"""One call of a node goes wrong, or some of its work, and what somebody puts into the store."""
 
 import asyncio
 import hashlib
@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from random import Random
 from typing import override
 
+from gradientmail.clock import Inline
 from gradientmail.errors import MailboxUnavailable
 from gradientmail.exchange import layout
 from gradientmail.exchange.payload import PayloadLayout
@@ -16,7 +17,7 @@ from gradientmail.exchange.records import Ref, SnapshotRecord
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 from gradientmail.run import Run
-from gradientmail.testing.plans import Strike
+from gradientmail.testing.plans import STRIKES, WORK_STRIKES, Strike
 
 
 class StrikingMailbox(WrappedMailbox):
@@ -36,7 +37,7 @@ class StrikingMailbox(WrappedMailbox):
         """``crash`` and ``pause`` are called when the node is to end, or to stop for a while."""
         super().__init__(inner)
         self.count = 0
-        self._strikes = {strike.number: strike.how for strike in strikes}
+        self._strikes = {one.number: one.how for one in strikes if one.how in STRIKES}
         self._crash = crash
         self._pause = pause
         self._looked: set[str] = set()
@@ -60,6 +61,29 @@ class StrikingMailbox(WrappedMailbox):
             assert result is not None or call.operation != "list"
             return result  # type: ignore[return-value]
         raise MailboxUnavailable(f"struck: {call.operation} {call.key!r} {when} acting")
+
+
+class StrikingWork(Inline):
+    """Counts what a node gives to other threads and lets some go wrong, each once."""
+
+    def __init__(self, strikes: Iterable[Strike]) -> None:
+        """Those of work; calls of the store are another's."""
+        self.count = 0
+        self.counts = False
+        """Whether it has begun: who cannot join for want of memory raises that."""
+        self._strikes = {one.number: one.how for one in strikes if one.how in WORK_STRIKES}
+
+    @override
+    async def __call__[**P, T](
+        self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        self.count += self.counts
+        how = self._strikes.pop(self.count, None) if self.counts else None
+        if how != "work before":
+            result = work(*args, **kwargs)
+            if how is None:
+                return result
+        raise MemoryError(f"struck: {how}")
 
 
 def vandalism(run: Run, number: int, random: Random) -> dict[str, bytes]:

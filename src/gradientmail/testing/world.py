@@ -16,7 +16,7 @@ from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.backend import backend_for
 from gradientmail.backend.base import Backend
 from gradientmail.buffers import BufferPool
-from gradientmail.clock import inline, wait_or_sleep
+from gradientmail.clock import Offload, inline, wait_or_sleep
 from gradientmail.events import Event
 from gradientmail.handoff import Handoff
 from gradientmail.learner import Learner
@@ -63,6 +63,7 @@ class SimulatedNode:
     training: Training
     seed: int = 0
     clock: VirtualClock = field(default_factory=VirtualClock)
+    offload: Offload = inline
     events: list[Event] = field(default_factory=list)
     announce: Callable[[Event], None] | None = None
     """Called with every event; None keeps them in ``events``."""
@@ -87,8 +88,8 @@ class SimulatedNode:
             handoff,
             clock=self.clock,
             random=Random(self.seed),
-            offload=inline,
-            hashing=inline,
+            offload=self.offload,
+            hashing=self.offload,
             take=pool.take,
             announce=self.announce or self.events.append,
         )
