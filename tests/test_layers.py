@@ -21,7 +21,7 @@ LAYERS = {
     **dict.fromkeys(("handoff", "run", "progress", "rhythm", "attendance", "loop_thread"), 3),
     **dict.fromkeys(("watch", "deltas"), 4),
     **dict.fromkeys(("joining", "election", "collecting", "holding", "sweeping"), 5),
-    "committing": 6,
+    **dict.fromkeys(("committing", "versions"), 6),
     **dict.fromkeys(("learner", "courier", "syncer"), 7),
     **dict.fromkeys(("node", "checkpoint"), 8),
     **dict.fromkeys(("arguments", "verification"), 9),

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable
 from time import perf_counter
 
-from gradientmail.algorithm.outer import apply_update
 from gradientmail.attendance import explain_silence
 from gradientmail.backend.base import Backend, Parameters
 from gradientmail.buffers import PAGE
@@ -14,13 +13,16 @@ from gradientmail.deltas import Delta, make_delta
 from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.events import Event, SnapshotPublished, TaskFailed
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, Sealed, Sealing
-from gradientmail.exchange.records import RoundRecord, SnapshotRecord, Update, expect_key
+from gradientmail.exchange.exchange import Exchange, Sealed, Sealing
+from gradientmail.exchange.records import SnapshotRecord, expect_key
 from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
 from gradientmail.joining import rounds_held
 from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
+from gradientmail.versions import Versions
 from gradientmail.watch import Signal, Watch
 
+TRIES = 3
+"""How often the newest commit is asked for before this node goes on without it."""
 REPLACEMENTS = 4
 """How often a snapshot is put in the place of one that counts nothing. A store may not delete."""
 
@@ -50,7 +52,9 @@ class Courier:
         self._handoff = handoff
         self._backend = backend
         self._parameters = parameters
-        self._versions = list(versions)
+        self._versions = Versions(
+            run, exchange, versions, backend=backend, offload=offload, announce=announce
+        )
         self._learner = learner
         self._clock = clock
         self._offload = offload
@@ -65,6 +69,8 @@ class Courier:
         """Set when a newer process has this learner's id: nothing more is published."""
         self._in_time = -1
         """The last round whose snapshot was there before the round closed."""
+        self._unreadable = (-1, 0)
+        """A round whose parameters could not be read, though it is the newest, and how often."""
         self._told_at = clock.now()
         """When the learner was given news that it had no other before."""
         watch.explain = self._explain
@@ -305,29 +311,38 @@ class Courier:
     async def _fetch_new(self) -> None:
         """Post every commit that the learner has not got, the newest of each fragment only.
 
-        One whose payload is damaged is left out when later ones can be read: others may wait for
-        this learner to report, and so for ever. Its next snapshot of that fragment is stale.
+        One whose payload cannot be read is left out when later ones can be, or at the last of some
+        tries: others may wait for this learner to report, and so for ever. Its next snapshot of
+        that fragment is stale.
         """
-        damaged: PayloadCorrupt | None = None
+        unreadable: PayloadCorrupt | None = None
         newest = [self._watch.progress.newest(fragment.index) for fragment in self._run.fragments]
         fresh = [record for record in newest if record is not None and record.round > self._posted]
         for record in sorted(fresh, key=lambda record: record.round):
             if self._watch.progress.newest(record.fragment) is not record:
                 return  # superseded while others were fetched; the change that told so wakes us
             try:
-                payload = await self._theta(record)
+                payload = await self._versions.theta(record)
+                if payload is None:
+                    continue  # swept: a poll tells of what came instead
             except PayloadCorrupt as error:
-                damaged = error
+                unreadable = error
+                if record is fresh[-1] and self._was_last_try(record.round):
+                    self._post(Arrival(record, None, {}))
                 continue
-            if payload is None:
-                return  # swept: the next poll shows a newer version
             version = Version(record.version, payload, payload_arrays(self._backend, payload))
             staged = await self._offload(self._parameters.stage, version.arrays)
-            self._versions[record.fragment] = version
+            self._versions.put(record.fragment, version)
             await self._prepare_blank(record.round)
             self._post(Arrival(record, version, staged))
-        if damaged is not None:
-            raise damaged
+        if unreadable is not None:
+            raise unreadable
+
+    def _was_last_try(self, number: int) -> bool:
+        """Count a try to read the newest commit; whether to go on without it."""
+        tried, count = self._unreadable
+        self._unreadable = number, count + 1 if tried == number else 1
+        return self._unreadable[1] >= TRIES
 
     def _post(self, arrival: Arrival) -> None:
         """Give an arrival to the learner, instead of an older one that it has not taken yet."""
@@ -343,47 +358,3 @@ class Courier:
         if not self._handoff.news:
             self._told_at = self._clock.now()
         self._handoff.tell()
-
-    async def _theta(self, record: RoundRecord) -> Payload | None:
-        """The committed parameters: held, or rebuilt from the update, or fetched."""
-        fragment = self._run.fragments[record.fragment]
-        held = self._exchange.held(record.theta)
-        if held is not None:
-            return held
-        base = self._versions[record.fragment]
-        if record.update is not None and base.number == record.version - 1:
-            rebuilt = await self._rebuild(fragment, base, record, record.update)
-            if rebuilt is not None:
-                return rebuilt
-        return await self._exchange.fetch(record.theta, fragment.theta)
-
-    async def _rebuild(
-        self, fragment: Fragment, base: Version, record: RoundRecord, update: Update
-    ) -> Payload | None:
-        """``Θ_old + update`` if that gives the committed bytes, else None."""
-        if fragment.update is None:
-            return None
-        try:
-            payload = await self._exchange.fetch(update.payload, fragment.update)
-        except PayloadCorrupt as error:
-            self._announce(TaskFailed(task="fetch", error=repr(error), round=record.round))
-            return None
-        if payload is None:
-            return None
-        buffer = await self._offload(self._add_update, fragment, base, payload)
-        if await self._exchange.sha256(buffer) != update.theta_digest:
-            return None
-        return self._exchange.hold(record.theta, buffer, fragment.theta)
-
-    def _add_update(self, fragment: Fragment, base: Version, update: Payload) -> memoryview:
-        buffer = fragment.theta.blank(self._exchange.take)
-        apply_update(
-            self._backend,
-            fragment.specs,
-            base.arrays,
-            payload_arrays(self._backend, update),
-            self._run.algorithm.commit_dtype,
-            arrays_over(self._backend, buffer, fragment.theta),
-            self._exchange.take,
-        )
-        return buffer

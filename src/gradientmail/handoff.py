@@ -62,7 +62,8 @@ class Arrival:
     """A commit on its way in: a record, its version, and the arrays staged for the model."""
 
     record: RoundRecord
-    version: Version
+    version: Version | None
+    """None when its parameters cannot be read: the round is over, and the fragment as it was."""
     staged: Mapping[str, Array]
 
 

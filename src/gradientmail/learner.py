@@ -95,10 +95,7 @@ class Learner:
         poll_interval: float,
         now: Callable[[], float] = perf_counter,
     ) -> None:
-        """``versions`` are the committed fragments that the model holds now, one each.
-
-        ``now`` tells seconds, for the time between steps.
-        """
+        """``versions`` are what the model holds, one a fragment; ``now`` tells seconds."""
         fragments = len(versions)
         self._parameters = parameters
         self.versions = versions
@@ -256,6 +253,9 @@ class Learner:
     # Aligning
 
     def _align(self, arrival: Arrival) -> None:
+        if arrival.version is None:
+            self.rounds_seen = arrival.record.round
+            return
         record, mixing = arrival.record, self._algorithm.mixing
         fragment = record.fragment
         self._parameters.apply(arrival.staged, mixing=mixing)
