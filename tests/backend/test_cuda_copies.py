@@ -34,16 +34,20 @@ class FakeStream:
         self.wait_event(event)
 
     def wait_event(self, event: "Event") -> None:
-        self.queue.append(event.synchronize)
+        self.queue.append(event.reach)
 
 
 class Event:
-    def __init__(self) -> None:
+    """As torch's, one that was never recorded is done."""
+
+    def __init__(self, cuda: "Cuda | None" = None) -> None:
+        self.cuda = cuda
         self.stream: FakeStream | None = None
-        self.done = False
+        self.done = True
 
     def record(self, stream: FakeStream) -> None:
         self.stream = stream
+        self.done = False
         stream.queue.append(self._finish)
 
     def _finish(self) -> None:
@@ -53,23 +57,45 @@ class Event:
         return self.done
 
     def synchronize(self) -> None:
+        assert self.cuda is not None
+        assert self.cuda.device_now == DEVICE, "would give another device a context"
+        self.reach()
+
+    def reach(self) -> None:
         while not self.done:
             assert self.stream is not None
             assert self.stream.queue, "waits for an event that nothing will reach"
             self.stream.queue.pop(0)()
 
 
+DEVICE = "cuda:1"
+"""Not the one that a thread begins with."""
+
+
 class Cuda:
     """What ``DeviceCopies`` needs of ``torch.cuda``."""
 
     OutOfMemoryError = OutOfMemoryError
-    Event = Event
 
     def __init__(self, *, full: bool = False) -> None:
         self.training = FakeStream()
         self.current = self.training
+        self.device_now: object = "cuda:0"
         self.full = full
         self.streams: list[FakeStream] = []
+        self.made: list[DeviceTensor] = []
+
+    def Event(self, *, blocking: bool) -> Event:
+        assert blocking, "would keep a processor busy while it waits"
+        return Event(self)
+
+    @contextmanager
+    def device(self, device: object) -> Iterator[None]:
+        before, self.device_now = self.device_now, str(device)
+        try:
+            yield
+        finally:
+            self.device_now = before
 
     def Stream(self, _device: object) -> FakeStream:
         self.streams.append(FakeStream())
@@ -86,9 +112,12 @@ class Cuda:
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
+        assert self.device_now == DEVICE, "would set another device when it ends"
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
 
 class DeviceTensor:
@@ -104,7 +133,8 @@ class DeviceTensor:
     def new_empty(self, shape: torch.Size) -> "DeviceTensor":
         if self.cuda.full:
             raise OutOfMemoryError
-        return DeviceTensor(self.cuda, torch.full(shape, torch.nan))
+        self.cuda.made.append(DeviceTensor(self.cuda, torch.full(shape, torch.nan)))
+        return self.cuda.made[-1]
 
     def copy_(self, source: "DeviceTensor") -> "DeviceTensor":
         self.cuda.queue_copy(source.values, self.values)
@@ -146,7 +176,7 @@ def train_step(cuda: Cuda, parameter: DeviceTensor) -> None:
 @pytest.mark.parametrize("full", [False, True], ids=["clones", "no memory"])
 def test_download_is_of_the_moment_between_two_steps(full: bool) -> None:
     cuda = Cuda(full=full)
-    copies = DeviceCopies(cuda, "cuda:0")
+    copies = DeviceCopies(cuda, DEVICE)
     parameter = DeviceTensor(cuda, torch.zeros(3))
     hosts = [HostTensor(cuda, torch.full((3,), torch.nan)) for _ in range(2)]
     train_step(cuda, parameter)
@@ -165,7 +195,7 @@ def test_download_is_of_the_moment_between_two_steps(full: bool) -> None:
 def test_download_waited_for_before_the_training_runs_on() -> None:
     cuda = Cuda()
     parameter, host = DeviceTensor(cuda, torch.ones(3)), HostTensor(cuda, torch.zeros(3))
-    wait = DeviceCopies(cuda, "cuda:0").download([parameter], [host])
+    wait = DeviceCopies(cuda, DEVICE).download([parameter], [host])
     train_step(cuda, parameter)
     wait()
     wait()
@@ -174,7 +204,7 @@ def test_download_waited_for_before_the_training_runs_on() -> None:
 
 def test_host_memory_is_held_until_its_copy_is_done() -> None:
     cuda = Cuda()
-    copies = DeviceCopies(cuda, "cuda:0")
+    copies = DeviceCopies(cuda, DEVICE)
     parameter = DeviceTensor(cuda, torch.ones(3))
 
     def held() -> int:
@@ -184,13 +214,38 @@ def test_host_memory_is_held_until_its_copy_is_done() -> None:
     waits = [copies.download([parameter], [host]) for host in hosts]
     assert held() == 3
     waits[1]()
+    assert held() == 2, "what is complete is let go of at once, by who waited for it"
     copies.download([parameter], [HostTensor(cuda, torch.zeros(3))])
-    assert held() == 2
+    assert held() == 2, "and by the next copy, where nobody did"
+
+
+class Interrupting(HostTensor):
+    """Ctrl-C comes when its copy begins."""
+
+    def copy_(self, source: DeviceTensor, *, non_blocking: bool) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_between_two_copies_lets_go_of_nothing_that_is_copied() -> None:
+    cuda = Cuda()
+    copies = DeviceCopies(cuda, DEVICE)
+    parameters = [DeviceTensor(cuda, torch.ones(3)) for _ in range(2)]
+    hosts = [HostTensor(cuda, torch.zeros(3)), Interrupting(cuda, torch.zeros(3))]
+    with pytest.raises(KeyboardInterrupt):
+        copies.download(parameters, hosts)
+    assert cuda.current is cuda.training
+    assert [clone.used_on for clone in cuda.made] == [[cuda.streams[0]]] * 2
+    host = HostTensor(cuda, torch.zeros(3))
+    wait = copies.download(parameters[:1], [host])
+    assert list(copies._under_way.values()) == [hosts, [host]]
+    wait()
+    copies.download(parameters[:1], [host])
+    assert list(copies._under_way.values()) == [[host]]
 
 
 def test_upload_is_complete_and_on_its_own_stream() -> None:
     cuda = Cuda()
-    copies = DeviceCopies(cuda, "cuda:0")
+    copies = DeviceCopies(cuda, DEVICE)
     train_step(cuda, DeviceTensor(cuda, torch.zeros(3)))
     staged = copies.upload([HostTensor(cuda, torch.full((3,), 5.0))])
     assert staged[0].values.tolist() == [5.0] * 3
@@ -213,7 +268,10 @@ class Torch:
 @dataclass(frozen=True)
 class Device:
     type: str = "cuda"
-    index: int = 0
+    index: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.index}"
 
 
 class CudaParameter(DeviceTensor):

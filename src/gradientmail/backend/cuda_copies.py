@@ -7,15 +7,18 @@ Order is kept by streams and events, never by waiting for the device on the trai
   stream waits for the clones and copies them out while the training goes on. Making the training
   wait for the copy out instead would stall the device for the whole transfer, 20 to 50 times a
   clone's time. When there is no memory for the clones that is what happens.
-* Up: a side stream copies to new device tensors, and the calling thread, never the training
-  thread, waits until they are complete. What the training stream does with them later needs no
-  event; it only must tell the allocator that it uses them.
+* Up: a side stream copies to new device tensors, and the calling thread, in training never the
+  one that trains, waits until they are complete. What the training stream does with them later
+  needs no event; it only must tell the allocator that it uses them.
+
+Whoever waits does not spin: the processor is the training's. All is done with the copies' device as
+the current one. A thread begins with device 0, and leaving a stream of another device sets the one
+before again, which would give it a context: hundreds of MB on a GPU that is perhaps not ours.
 
 ``torch.cuda`` is an argument: a test may pass one that records what is asked of it.
 """
 
 import ctypes
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,38 +32,50 @@ class DeviceCopies:
         self._device = device
         self._down = cuda.Stream(device)
         self._up = cuda.Stream(device)
-        # What copies under way write to, kept from reuse even if nobody waits for them.
-        self._under_way: deque[tuple[Any, Sequence[Any]]] = deque()
+        # What copies under way write to, by the event that ends them: kept from reuse even if
+        # nobody waits for them.
+        self._under_way: dict[Any, Sequence[Any]] = {}
 
     def download(self, sources: Sequence[Any], hosts: Sequence[Any]) -> Callable[[], None]:
         """Copy ``sources`` as they are now into ``hosts`` (pinned, to run on beside the training).
 
         Training thread. The copy is complete when the returned function has returned.
         """
-        current = self._cuda.current_stream(self._device)
-        clones = self._clones(sources)
-        self._down.wait_stream(current)
-        done = self._cuda.Event()
-        with self._cuda.stream(self._down):
-            for source, host in zip(clones or sources, hosts, strict=True):
-                host.copy_(source, non_blocking=True)
-            done.record(self._down)
-        if clones is None:
-            current.wait_event(done)
-        else:
-            self._used_on(clones, self._down)
-        while self._under_way and self._under_way[0][0].query():
-            self._under_way.popleft()
-        self._under_way.append((done, hosts))
-        return done.synchronize
+        done = self._cuda.Event(blocking=True)
+        with self._cuda.device(self._device):
+            for event in tuple(self._under_way):
+                if event.query():
+                    self._under_way.pop(event, None)
+            current = self._cuda.current_stream(self._device)
+            clones = self._clones(sources)
+            self._down.wait_stream(current)
+            # Both before the first copy: an error or Ctrl-C may come between two.
+            self._used_on(clones or (), self._down)
+            self._under_way[done] = hosts
+            try:
+                with self._cuda.stream(self._down):
+                    for source, host in zip(clones or sources, hosts, strict=True):
+                        host.copy_(source, non_blocking=True)
+            finally:
+                done.record(self._down)
+            if clones is None:
+                current.wait_event(done)
+
+        def wait() -> None:
+            with self._cuda.device(self._device):
+                done.synchronize()
+            self._under_way.pop(done, None)
+
+        return wait
 
     def upload(self, hosts: Sequence[Any]) -> list[Any]:
-        """Device copies of ``hosts``, complete on return. Any thread but the training's."""
-        done = self._cuda.Event()
-        with self._cuda.stream(self._up):
-            staged = [host.to(self._device, non_blocking=True) for host in hosts]
-            done.record(self._up)
-        done.synchronize()
+        """Device copies of ``hosts``, complete on return. Any thread; it waits for the copies."""
+        done = self._cuda.Event(blocking=True)
+        with self._cuda.device(self._device):
+            with self._cuda.stream(self._up):
+                staged = [host.to(self._device, non_blocking=True) for host in hosts]
+                done.record(self._up)
+            done.synchronize()
         return staged
 
     def use(self, staged: Sequence[Any]) -> None:
