@@ -120,8 +120,19 @@ class Cuda:
             self.current = before
 
 
+@dataclass(frozen=True)
+class Device:
+    type: str = "cuda"
+    index: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.index}"
+
+
 class DeviceTensor:
     """A tensor whose operations are queued on the current stream."""
+
+    device = Device()
 
     def __init__(self, cuda: Cuda, values: torch.Tensor) -> None:
         self.cuda = cuda
@@ -136,8 +147,19 @@ class DeviceTensor:
         self.cuda.made.append(DeviceTensor(self.cuda, torch.full(shape, torch.nan)))
         return self.cuda.made[-1]
 
-    def copy_(self, source: "DeviceTensor") -> "DeviceTensor":
+    def copy_(self, source: "DeviceTensor | HostTensor") -> "DeviceTensor":
         self.cuda.queue_copy(source.values, self.values)
+        return self
+
+    def lerp_(self, source: "DeviceTensor", weight: float) -> None:
+        assert isinstance(source, DeviceTensor), "of one device alone"
+
+        def mix() -> None:
+            self.values.lerp_(source.values, weight)
+
+        self.cuda.current.queue.append(mix)
+
+    def to(self, _device: object) -> "DeviceTensor":
         return self
 
     def record_stream(self, stream: FakeStream) -> None:
@@ -145,7 +167,9 @@ class DeviceTensor:
 
 
 class HostTensor:
-    """Pinned host memory."""
+    """Pinned host memory, of which no CUDA stream takes note."""
+
+    device = Device("cpu", 0)
 
     def __init__(self, cuda: Cuda, values: torch.Tensor) -> None:
         self.cuda = cuda
@@ -157,8 +181,9 @@ class HostTensor:
         assert non_blocking
         self.cuda.queue_copy(source.values, self.values)
 
-    def to(self, _device: object, *, non_blocking: bool) -> DeviceTensor:
-        assert non_blocking
+    def to(self, _device: object, *, non_blocking: bool = False) -> DeviceTensor:
+        if non_blocking and self.cuda.full:
+            raise OutOfMemoryError
         found = DeviceTensor(self.cuda, torch.full(self.shape, torch.nan))
         self.cuda.queue_copy(self.values, found.values)
         return found
@@ -265,19 +290,9 @@ class Torch:
             target.copy_(source)
 
 
-@dataclass(frozen=True)
-class Device:
-    type: str = "cuda"
-    index: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.type}:{self.index}"
-
-
 class CudaParameter(DeviceTensor):
     """A parameter on the device; its data is itself."""
 
-    device = Device()
     layout = torch.strided
     requires_grad = True
 
@@ -306,3 +321,44 @@ def test_parameters_on_a_device_go_through_the_side_streams() -> None:
     cuda.training.run()
     assert parameter.values.tolist() == [9.0] * 4
     assert staged["w"].used_on == [cuda.training]
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.25])
+def test_a_model_moved_to_a_device_after_a_commit_was_staged_is_written(mixing: float) -> None:
+    cuda = Cuda()
+    parameter = CudaParameter(cuda, torch.full((4,), 4.0))
+    parameters = TorchParameters(Torch(cuda), {"w": parameter})
+    parameters.apply({"w": HostTensor(cuda, torch.full((4,), 8.0))}, mixing=mixing)
+    cuda.training.run()
+    assert parameter.values.tolist() == [8.0 - 4.0 * mixing] * 4
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.25])
+def test_a_commit_reaches_a_device_that_has_no_room_for_it_beside_the_model(mixing: float) -> None:
+    cuda = Cuda(full=True)
+    parameter = CudaParameter(cuda, torch.full((4,), 4.0))
+    parameters = TorchParameters(Torch(cuda), {"w": parameter})
+    parameters.apply(
+        parameters.stage({"w": HostTensor(cuda, torch.full((4,), 8.0))}), mixing=mixing
+    )
+    cuda.training.run()
+    assert parameter.values.tolist() == [8.0 - 4.0 * mixing] * 4
+
+
+class Elsewhere(CudaParameter):
+    """On a device that has no streams here, and that host tensors do not mix with: MPS, say."""
+
+    device = Device("mps", 0)
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.25])
+def test_a_model_on_another_device_than_cuda_is_written(mixing: float) -> None:
+    cuda = Cuda()
+    parameter = Elsewhere(cuda, torch.full((4,), 4.0))
+    parameters = TorchParameters(Torch(cuda), {"w": parameter})
+    parameters.apply(
+        parameters.stage({"w": HostTensor(cuda, torch.full((4,), 8.0))}), mixing=mixing
+    )
+    cuda.training.run()
+    assert parameter.values.tolist() == [8.0 - 4.0 * mixing] * 4
+    assert cuda.streams == []

@@ -9,7 +9,8 @@ Order is kept by streams and events, never by waiting for the device on the trai
   clone's time. When there is no memory for the clones that is what happens.
 * Up: a side stream copies to new device tensors, and the calling thread, in training never the
   one that trains, waits until they are complete. What the training stream does with them later
-  needs no event; it only must tell the allocator that it uses them.
+  needs no event; it only must tell the allocator that it uses them. When there is no memory for
+  them the host's arrays are all there is, and the training waits while it copies from these.
 
 Whoever waits does not spin: the processor is the training's. All is done with the copies' device as
 the current one. A thread begins with device 0, and leaving a stream of another device sets the one
@@ -69,11 +70,17 @@ class DeviceCopies:
         return wait
 
     def upload(self, hosts: Sequence[Any]) -> list[Any]:
-        """Device copies of ``hosts``, complete on return. Any thread; it waits for the copies."""
+        """Device copies of ``hosts``, complete on return; ``hosts`` if the device has no room.
+
+        Any thread; it waits for the copies.
+        """
         done = self._cuda.Event(blocking=True)
         with self._cuda.device(self._device):
             with self._cuda.stream(self._up):
-                staged = [host.to(self._device, non_blocking=True) for host in hosts]
+                try:
+                    staged = [host.to(self._device, non_blocking=True) for host in hosts]
+                except self._cuda.OutOfMemoryError:
+                    staged = list(hosts)
                 done.record(self._up)
             done.synchronize()
         return staged

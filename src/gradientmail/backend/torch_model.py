@@ -14,7 +14,7 @@ from gradientmail.schema import Schema
 
 
 class TorchParameters(Parameters):
-    """Parameters, and buffers, on the CPU, on CUDA devices, or on both.
+    """Parameters, and buffers, on the CPU, on CUDA devices, or on both; on others as on the CPU.
 
     They are read and written through ``parameter.data``, taken anew each time: ``model.to(...)``
     replaces it. A write through it leaves the version counters of autograd alone, so a graph that
@@ -70,7 +70,7 @@ class TorchParameters(Parameters):
         return wait_for_all
 
     def stage(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
-        """``arrays`` themselves, or their copies on the device of a CUDA parameter."""
+        """``arrays`` themselves, or copies on the device of a CUDA parameter if it has room."""
         staged = dict(arrays)
         moved: dict[Any, list[str]] = defaultdict(list)
         for name in arrays:
@@ -84,13 +84,26 @@ class TorchParameters(Parameters):
     def apply(self, staged: Mapping[str, Array], *, mixing: float = 0.0) -> None:
         """Write ``mixing·θ + (1−mixing)·Θ`` in place."""
         for device, pairs in self._by_device(staged).items():
-            if device.type == "cuda":
-                self._copies_of(device).use([source for _, source in pairs])
+            self._keep_until_read(source for _, source in pairs)
             written, sources = map(list, zip(*starmap(stored_once, pairs), strict=True))
-            if mixing:
-                self._torch._foreach_lerp_(written, sources, 1.0 - mixing)
-            else:
+            if not mixing:
                 self._torch._foreach_copy_(written, sources)
+                continue
+            for target, source in zip(written, sources, strict=True):
+                # Unlike a copy, not across devices; and memory for one at a time may be had.
+                target.lerp_(source.to(device), 1.0 - mixing)
+
+    def _keep_until_read(self, staged: Iterable[Array]) -> None:
+        """What lies on a CUDA device is read by its stream there, be the model there or not.
+
+        It may have been moved since, to another device, from the host or there.
+        """
+        by_device: dict[Any, list[Array]] = defaultdict(list)
+        for array in staged:
+            by_device[array.device].append(array)
+        for device, arrays in by_device.items():
+            if device.type == "cuda":
+                self._copies_of(device).use(arrays)
 
     def not_finite(self) -> list[str]:
         """Names of parameters with a NaN or an infinity; one wait for each device."""
