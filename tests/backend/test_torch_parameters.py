@@ -145,6 +145,17 @@ def test_read_only_arrays_can_be_applied(mixing: float) -> None:
     assert torch.equal(model.weight.detach(), before * mixing)
 
 
+def test_arrays_made_in_inference_mode_are_written_outside() -> None:
+    """Of a search without gradients, whose snapshot becomes a delta on another thread."""
+    model = nn.Linear(4, 4)
+    parameters = BACKEND.bind(model)
+    with torch.inference_mode():
+        arrays = captured(parameters)
+        parameters.apply(parameters.stage(arrays), mixing=0.5)
+    BACKEND.subtract(arrays["weight"], arrays["weight"], arrays["weight"])
+    assert arrays["weight"].count_nonzero() == 0
+
+
 def test_ties_and_optimizer_state_survive() -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
