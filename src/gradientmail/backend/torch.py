@@ -91,9 +91,11 @@ class TorchBackend(Backend):
         """The process's host memory; pinned memory once a model with CUDA parameters is bound."""
         return HOST if self._pinned is None else self._pinned
 
-    @torch.inference_mode(mode=False)  # other threads write into what is made in the user's
     def array(self, buffer: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor over ``buffer``; of bytes for F4 (two elements each) and F8_E8M0."""
+        if torch.is_inference_mode_enabled():  # other threads will write into it, which are not
+            with torch.inference_mode(mode=False):
+                return self.array(buffer, dtype, shape)
         if dtype == "F4":
             shape = (math.prod(shape) // 2,)
         if not math.prod(shape):
