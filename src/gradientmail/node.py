@@ -98,13 +98,25 @@ class Node:
 
     # Joining, in this order
 
+    async def look(
+        self, schema: Schema, algorithm: DiLoCo, averaged: frozenset[str] = frozenset()
+    ) -> Manifest | None:
+        """The run's manifest, None when there is none yet.
+
+        Raises when model and options are not the run's. Nothing is written before that is known:
+        who cannot join must not end a session that has this node's id.
+        """
+        manifest = await self.exchange.manifest()
+        if manifest is not None:
+            _checked(manifest, schema, algorithm, averaged)
+        return manifest
+
     async def find(self, largest: int) -> Manifest | None:
-        """Take the lease, then find the run; None when this node is to create it.
+        """Take the lease, then wait for the run; None when this node is to create it.
 
         ``largest`` is the size of the largest fragment in bytes.
         """
-        await self._lease.acquire()
-        self._keeping = self._start(self._keep_lease())
+        await self.hold_lease()
         return await find_run(
             self.exchange,
             self._clock,
@@ -153,9 +165,7 @@ class Node:
         averaged: frozenset[str] = frozenset(),
     ) -> tuple[Run, list[Version]]:
         """Check that model and options are the run's, and read its newest parameters."""
-        run = read_run(manifest)
-        check_schema(run, schema, averaged)
-        check_algorithm(run, algorithm)
+        run = _checked(manifest, schema, algorithm, averaged)
         settings = self.settings
         self.watch = Watch(
             self.exchange,
@@ -171,10 +181,15 @@ class Node:
         versions = await newest_versions(run, self.exchange, self.watch.progress, backend)
         self.rounds_seen = rounds_held(versions)
         self._created = []
-        await self.watch.refresh_leases()
         return run, versions
 
-    def start(
+    async def hold_lease(self) -> None:
+        """Take the lease and keep it, if that is not done; older processes of this id end."""
+        if self._keeping is None:
+            await self._lease.acquire()
+            self._keeping = self._start(self._keep_lease())
+
+    async def start(
         self,
         run: Run,
         versions: list[Version],
@@ -183,9 +198,10 @@ class Node:
         backend: Backend,
         merging: Backend,
     ) -> Courier:
-        """Begin to poll, publish, fetch and close rounds. After ``enter``."""
-        if self.watch is None:
-            raise RuntimeError("start comes after enter")
+        """Begin to poll, publish, fetch and close rounds. After ``enter`` and ``hold_lease``."""
+        if self.watch is None or self._keeping is None:
+            raise RuntimeError("start comes after enter and hold_lease")
+        await self.watch.refresh_leases()
         self.courier = Courier(
             run,
             self.exchange,
@@ -229,7 +245,8 @@ class Node:
                     self.syncer.stop()
                     await asyncio.wait([self._closing], timeout=patience / 2)
                 await self._stop(task for task in self._tasks if task is not self._keeping)
-                await self._lease.release()
+                if self._keeping is not None:
+                    await self._lease.release()
         except Exception as error:
             self._announce(TaskFailed(task="lease", error=repr(error), repeated=False))
         finally:
@@ -329,6 +346,16 @@ class Node:
 
     def _on_unavailable(self, operation: str, error: MailboxUnavailable, delay: float) -> None:
         self._announce(StoreUnavailable(operation=operation, error=str(error), retry_seconds=delay))
+
+
+def _checked(
+    manifest: Manifest, schema: Schema, algorithm: DiLoCo, averaged: frozenset[str]
+) -> Run:
+    """The run, for a model and options that are its own."""
+    run = read_run(manifest)
+    check_schema(run, schema, averaged)
+    check_algorithm(run, algorithm)
+    return run
 
 
 def planned(schema: Schema, algorithm: DiLoCo) -> tuple[Fragment, ...]:

@@ -37,7 +37,7 @@ from gradientmail.events import (
     log_events,
 )
 from gradientmail.exchange.records import Manifest, RoundRecord
-from gradientmail.handoff import Blank, Handoff, Version
+from gradientmail.handoff import Handoff, Version
 from gradientmail.learner import Learner
 from gradientmail.loop_thread import LoopThread
 from gradientmail.mailbox.base import Mailbox
@@ -130,7 +130,6 @@ class Session:
             announce=self._announce,
         )
         try:
-            opened.give_way_to(self)
             self._learner = self._join()
         except BaseException:
             self._end(clean=False, announce=False)
@@ -148,14 +147,15 @@ class Session:
 
     def _join(self) -> Learner:
         schema, call = self._parameters.schema, self._thread.call
-        fragments = planned(schema, self._algorithm)
-        largest = max(fragment.theta.nbytes for fragment in fragments)
-        manifest = call(self._node.find(largest)) or self._create()
-        run, versions = call(
-            self._node.enter(
-                manifest, schema, self._algorithm, self._backend, self._parameters.averaged
-            )
-        )
+        averaged, algorithm = self._parameters.averaged, self._algorithm
+        manifest = call(self._node.look(schema, algorithm, averaged))
+        if manifest is None:
+            opened.give_way_to(self)
+            largest = max(fragment.theta.nbytes for fragment in planned(schema, algorithm))
+            manifest = call(self._node.find(largest)) or self._create()
+        run, versions = call(self._node.enter(manifest, schema, algorithm, self._backend, averaged))
+        opened.give_way_to(self)  # not before it is known that this one can join
+        call(self._node.hold_lease())
         for version in versions:
             self._parameters.apply(self._parameters.stage(version.arrays))
         return self._start(run, versions)
@@ -179,26 +179,24 @@ class Session:
         )
 
     def _start(self, run: Run, versions: list[Version]) -> Learner:
-        async def start() -> Callable[[int], Blank]:
-            return self._node.start(
+        courier = self._thread.call(
+            self._node.start(
                 run,
                 versions,
                 parameters=self._parameters,
                 backend=self._backend,
                 merging=self._merging,
-            ).make_blank
-
-        seen = self._node.rounds_seen
-        make_blank = self._thread.call(start())
+            )
+        )
         learner = Learner(
             self._parameters,
             versions,
             learner=self._settings.learner,
-            rounds_seen=seen,
+            rounds_seen=self._node.rounds_seen,
             algorithm=self._algorithm,
             schedule=run.schedule,
             handoff=self._handoff,
-            make_blank=make_blank,
+            make_blank=courier.make_blank,
             poll_interval=self._settings.poll_interval,
         )
         self._checkpoint = Checkpoint(

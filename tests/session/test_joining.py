@@ -177,6 +177,41 @@ def test_other_options_are_refused_with_both_values() -> None:
     assert list(asyncio.run(box.list("leases/"))) == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"algorithm": replace(ALGORITHM, outer_lr=0.5)}, gm.RunConfigMismatch),
+        ({"model": torch.nn.Linear(2, 2)}, gm.SchemaMismatch),
+        ({"model": "spoiled"}, gm.PayloadCorrupt),
+    ],
+    ids=["options", "model", "parameters"],
+)
+def test_who_cannot_join_ends_no_session_with_its_id(
+    changes: dict[str, Any], refused: type[Exception]
+) -> None:
+    """Neither by a beat, which would end one in another process, nor in this one."""
+    box, model, heard = MemoryMailbox(), net(), list[Call]()
+
+    class Listening(WrappedMailbox):
+        async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
+            heard.append(call)
+            return await act()
+
+    with session(box, model) as live:
+        train_until(live, model, 2)
+        mailbox: gm.Mailbox = Listening(box)
+        if changes.get("model") == "spoiled":
+            last = max(key for key in asyncio.run(box.list("rounds/")))
+            key = json.loads(asyncio.run(box.get(last)) or b"")["theta"]["key"]
+            changes, mailbox = {"model": model}, Spoiled(mailbox, key, "cut")
+        with pytest.raises(refused):
+            session(mailbox, **{"model": model, **changes})
+        assert heard
+        assert {call.operation for call in heard} == {"get"}
+        train_until(live, model, 4)
+    assert live.rounds_seen >= 3
+
+
 # align
 
 

@@ -95,17 +95,20 @@ class SimulatedNode:
         )
         schema = parameters.schema
         fragments = planned(schema, self.algorithm)
-        manifest = await self.node.find(max(one.theta.nbytes for one in fragments))
+        manifest = await self.node.look(schema, self.algorithm)
+        if manifest is None:
+            manifest = await self.node.find(max(one.theta.nbytes for one in fragments))
         if manifest is None:
             buffers = [one.theta.blank(pool.take) for one in fragments]
             for one, buffer in zip(fragments, buffers, strict=True):
                 parameters.capture(arrays_over(backend, buffer, one.theta))()
             manifest = await self.node.create(schema, self.algorithm, buffers)
         run, versions = await self.node.enter(manifest, schema, self.algorithm, backend)
+        await self.node.hold_lease()
         for version in versions:
             parameters.apply(parameters.stage(version.arrays))
         seen = self.node.rounds_seen
-        courier = self.node.start(
+        courier = await self.node.start(
             run, versions, parameters=parameters, backend=backend, merging=backend
         )
         self.learner = Learner(
