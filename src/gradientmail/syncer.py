@@ -125,9 +125,10 @@ class Syncer:
         if self._claim is None or self._claim[0] != number:
             self._claim = None
             self._commits_in_a_row = 0
+            self._collectors.clear()  # a follower holds no tensors for closing
+            self._holding.clear()
             attempt = await self._election.wait(number)
             if attempt is None:
-                self._holding.clear()  # a follower holds no tensors for closing
                 return
             self._claim = (number, attempt)
             if number > 0:
@@ -148,9 +149,6 @@ class Syncer:
             self._watch.seek("syncer", None)
             self._watch.undisputed = None
             self._collectors.pop(number, None)
-
-    def _fragment(self, number: int) -> int:
-        return self._run.schedule.fragment(number)
 
     # Collecting
 

@@ -216,6 +216,10 @@ def test_two_closers_of_one_round_make_one_record(seed: int) -> None:
             await asyncio.sleep(0.1)
         held.set()
         await asyncio.gather(*both)
+        for node in (closer, other):  # a follower holds nothing of the rounds that others close
+            assert node.node.syncer is not None
+            claim, collected = node.node.syncer._claim, node.node.syncer._collectors
+            assert collected.keys() <= ({claim[0], claim[0] + 1} if claim else set())
         await asyncio.gather(closer.close(), other.close())
         superseded = [e.round for e in happened(closer, RoundSuperseded)]
         committed = [e.round for e in happened(closer, RoundCommitted)]
