@@ -105,12 +105,19 @@ SENTENCES: list[tuple[Event, str]] = [
         "mailbox get failed, again in 0.5 s: timed out",
     ),
     (
-        events.TaskFailed(task="poll", error="ValueError()", round=4),
-        "round 4: poll failed and is repeated: ValueError()",
+        events.StoreUnavailable(operation="get", error="gone", retry_seconds=0.5, answered=False),
+        (
+            "no answer from the mailbox yet: check its address, or wait; it is asked again in "
+            "0.5 s, and Ctrl-C stops. gone"
+        ),
     ),
     (
-        events.TaskFailed(task="lease", error="ValueError()"),
-        "lease failed and is repeated: ValueError()",
+        events.TaskFailed(task="poll", error="ValueError()", round=4),
+        "round 4: poll failed and is tried again: ValueError()",
+    ),
+    (
+        events.TaskFailed(task="lease", error="ValueError()", times=8),
+        "lease failed 8 times in a row and is tried again: ValueError()",
     ),
     (
         events.ClosingWaits(rounds=(3, 4), at_most_seconds=150.2),

@@ -18,7 +18,9 @@ LAYERS = {
     **dict.fromkeys(("buffers", "forking", "opened"), 0),
     **dict.fromkeys(("mailbox", "backend"), 1),
     **dict.fromkeys(("exchange", "algorithm"), 2),
-    **dict.fromkeys(("handoff", "run", "progress", "rhythm", "attendance", "loop_thread"), 3),
+    **dict.fromkeys(
+        ("handoff", "run", "progress", "rhythm", "attendance", "loop_thread", "failures"), 3
+    ),
     **dict.fromkeys(("watch", "deltas"), 4),
     **dict.fromkeys(("joining", "election", "collecting", "holding", "sweeping"), 5),
     **dict.fromkeys(("committing", "versions"), 6),

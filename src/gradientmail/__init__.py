@@ -52,3 +52,12 @@ __all__ = [
     "events",
     "open_mailbox",
 ]
+
+
+def __getattr__(name: str) -> str:
+    """``__version__``, which is read from the installed package only when somebody asks."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("gradientmail")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -109,6 +109,23 @@ class Flag:
         self._waiting.pop(waiting, None)
 
 
+class Signal:
+    """Wakes everyone who waits, again and again."""
+
+    def __init__(self) -> None:
+        self._flag = Flag()
+
+    def set(self) -> None:
+        """Wake those who hold the current ``next``."""
+        flag, self._flag = self._flag, Flag()
+        flag.set()
+
+    @property
+    def next(self) -> Flag:
+        """A flag that the next ``set`` sets. Take it before looking at what may change."""
+        return self._flag
+
+
 def _wake(waiting: asyncio.Future[None]) -> None:
     if not waiting.done():
         waiting.set_result(None)

@@ -7,19 +7,20 @@ from time import perf_counter
 from gradientmail.attendance import explain_silence
 from gradientmail.backend.base import Backend, Parameters
 from gradientmail.buffers import PAGE
-from gradientmail.clock import Clock, Offload, wait_any
+from gradientmail.clock import Clock, Offload, Signal, wait_any
 from gradientmail.collecting import judge
 from gradientmail.deltas import Delta, make_delta
 from gradientmail.errors import PayloadCorrupt, ProtocolError
-from gradientmail.events import Event, SnapshotPublished, TaskFailed
+from gradientmail.events import Event, SnapshotPublished
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange, Sealed, Sealing
 from gradientmail.exchange.records import SnapshotRecord, expect_key
+from gradientmail.failures import Failures
 from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
 from gradientmail.joining import rounds_held
 from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
 from gradientmail.versions import Versions
-from gradientmail.watch import Signal, Watch
+from gradientmail.watch import Watch
 
 TRIES = 3
 """How often the newest commit is asked for before this node goes on without it."""
@@ -59,6 +60,7 @@ class Courier:
         self._clock = clock
         self._offload = offload
         self._announce = announce
+        self._failures = Failures(announce, watch.poll_interval)
         self._posted = rounds_held(versions)
         self._last_published = -1
         self._snapshot = (-1, -1)
@@ -127,7 +129,7 @@ class Courier:
             try:
                 await self._prepare_blank(self._posted)
             except Exception as error:  # then ``step`` makes its own, or fails itself
-                self._announce(TaskFailed(task="publish", error=repr(error)))
+                self._failures.failed("publish", error)
             await wait_any(woken, changed)
 
     async def _publish_once(self, outgoing: Outgoing) -> None:
@@ -153,9 +155,10 @@ class Courier:
                     await self._prepare_blank(self._posted)
                 await self._upload(outgoing, sealed, delta)
             except Exception as error:
-                self._announce(TaskFailed(task="publish", error=repr(error), round=outgoing.round))
-                await self._clock.sleep(self._watch.poll_interval)
+                pause = self._failures.failed("publish", error, outgoing.round)
+                await self._failures.wait(self._clock, pause, self._watch.changed)
             else:
+                self._failures.worked("publish")
                 return
 
     async def _delta(self, outgoing: Outgoing) -> Delta | None:
@@ -168,8 +171,8 @@ class Courier:
         try:
             delta = await self._offload(self._make_delta, fragment, outgoing)
         except Exception as error:
-            self._announce(TaskFailed(task="publish", error=repr(error), round=outgoing.round))
-            await self._clock.sleep(self._watch.poll_interval)
+            pause = self._failures.failed("publish", error, outgoing.round)
+            await self._failures.wait(self._clock, pause, self._watch.changed)
             self._snapshot = (-1, -1)
             self._ask_again(outgoing.round, ())
             return None
@@ -298,9 +301,10 @@ class Courier:
             try:
                 await self._fetch_new()
             except Exception as error:
-                self._announce(TaskFailed(task="fetch", error=repr(error)))
-                await self._clock.sleep(self._watch.poll_interval)
+                pause = self._failures.failed("fetch", error)
+                await self._failures.wait(self._clock, pause, self._watch.changed)
             else:
+                self._failures.worked("fetch")
                 await changed.wait()
 
     async def bring_newest(self) -> None:

@@ -21,6 +21,8 @@ from gradientmail.health import (  # noqa: F401 - users find all events in this 
     ParametersOutOfRange,
     RoundWaits,
     StateRestored,
+    StoreUnavailable,
+    TaskFailed,
 )
 
 logger = logging.getLogger("gradientmail")
@@ -278,37 +280,6 @@ class LeaseLost(Event):
 
     def __str__(self) -> str:
         return f"another session joined as {self.learner}; this one publishes nothing more"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreUnavailable(Event):
-    """A mailbox call failed for now and will be repeated."""
-
-    level: ClassVar[int] = logging.WARNING
-    operation: str
-    error: str
-    retry_seconds: float
-
-    def __str__(self) -> str:
-        return f"mailbox {self.operation} failed, again in {self.retry_seconds:.1f} s: {self.error}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskFailed(Event):
-    """A background task failed for a reason that repeating may mend."""
-
-    level: ClassVar[int] = logging.ERROR
-    task: str
-    """``poll``, ``publish``, ``fetch``, ``close round``, ``sweep`` or ``lease``."""
-    error: str
-    round: int | None = None
-    repeated: bool = True
-    """False for the last words of a node that leaves: its lease will run out by itself."""
-
-    def __str__(self) -> str:
-        where = "" if self.round is None else f"round {self.round}: "
-        again = " and is repeated" if self.repeated else " while leaving"
-        return f"{where}{self.task} failed{again}: {self.error}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

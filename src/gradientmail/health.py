@@ -158,3 +158,44 @@ class StateRestored(Event):
             f"goes on at local step {self.local_step}, with the local parameters of "
             f"{len(self.kept)} fragments{moved}"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUnavailable(Event):
+    """A mailbox call failed for now and will be repeated."""
+
+    level: ClassVar[int] = logging.WARNING
+    operation: str
+    error: str
+    retry_seconds: float
+    answered: bool = True
+    """False while the mailbox has not answered this process at all: its address may be wrong."""
+
+    def __str__(self) -> str:
+        if not self.answered:
+            return (
+                "no answer from the mailbox yet: check its address, or wait; it is asked again in "
+                f"{self.retry_seconds:.1f} s, and Ctrl-C stops. {self.error}"
+            )
+        return f"mailbox {self.operation} failed, again in {self.retry_seconds:.1f} s: {self.error}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFailed(Event):
+    """A background task failed for a reason that repeating may mend."""
+
+    level: ClassVar[int] = logging.ERROR
+    task: str
+    """``poll``, ``publish``, ``fetch``, ``close round``, ``sweep`` or ``lease``."""
+    error: str
+    round: int | None = None
+    repeated: bool = True
+    """False for the last words of a node that leaves: its lease will run out by itself."""
+    times: int = 1
+    """How often in a row; of the same error only the first, second, fourth, … is told."""
+
+    def __str__(self) -> str:
+        where = "" if self.round is None else f"round {self.round}: "
+        times = f" {self.times} times in a row" if self.times > 1 else ""
+        again = " and is tried again" if self.repeated else " while leaving"
+        return f"{where}{self.task} failed{times}{again}: {self.error}"

@@ -28,6 +28,7 @@ from gradientmail.events import (
 from gradientmail.exchange.exchange import Exchange, Payload
 from gradientmail.exchange.lease import Lease
 from gradientmail.exchange.records import Manifest, Ref
+from gradientmail.failures import Failures
 from gradientmail.handoff import Handoff, Version
 from gradientmail.joining import create_run, find_run, newest_versions, rounds_held
 from gradientmail.mailbox.base import Mailbox
@@ -74,7 +75,7 @@ class Node:
         self._clock = clock
         self._offload = offload
         self._announce = announce
-        retrying = RetryingMailbox(
+        self._retrying = retrying = RetryingMailbox(
             mailbox, clock=clock, random=random, on_unavailable=self._on_unavailable
         )
         self.exchange = Exchange(
@@ -248,7 +249,8 @@ class Node:
                 if self._keeping is not None:
                     await self._lease.release()
         except Exception as error:
-            self._announce(TaskFailed(task="lease", error=repr(error), repeated=False))
+            if self.courier is not None:  # who never was in gets told why as an exception
+                self._announce(TaskFailed(task="lease", error=repr(error), repeated=False))
         finally:
             await self.abandon()
 
@@ -289,7 +291,8 @@ class Node:
             self._handoff.fail(error)
 
     async def _keep_lease(self) -> None:
-        pause = self.settings.lease_every
+        every = pause = self.settings.lease_every
+        failures = Failures(self._announce, min(self.settings.poll_interval, every))
         while True:
             await wait_or_sleep(self._clock, pause, self._lease_due)
             self._lease_due.clear()
@@ -297,10 +300,10 @@ class Node:
                 held = await self._lease.renew()
             except Exception as error:
                 # Soon again: after ``lease_every`` once more the others would call this node lost.
-                pause = min(self.settings.poll_interval, self.settings.lease_every)
-                self._announce(TaskFailed(task="lease", error=repr(error)))
+                pause = min(failures.failed("lease", error), max(every / 4, failures.first_seconds))
                 continue
-            pause = self.settings.lease_every
+            failures.worked("lease")
+            pause = every
             if not held:
                 self._step_aside()
                 return
@@ -345,7 +348,14 @@ class Node:
         )
 
     def _on_unavailable(self, operation: str, error: MailboxUnavailable, delay: float) -> None:
-        self._announce(StoreUnavailable(operation=operation, error=str(error), retry_seconds=delay))
+        self._announce(
+            StoreUnavailable(
+                operation=operation,
+                error=str(error),
+                retry_seconds=delay,
+                answered=self._retrying.answered,
+            )
+        )
 
 
 def _checked(

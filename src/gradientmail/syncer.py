@@ -26,6 +26,7 @@ from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.lease import sweep_beats
 from gradientmail.exchange.records import Estimates, RoundRecord
+from gradientmail.failures import Failures
 from gradientmail.holding import Holding
 from gradientmail.run import Run
 from gradientmail.sweeping import known_keys, stale, sweep_thoroughly
@@ -82,6 +83,7 @@ class Syncer:
         self._clock = clock
         self._offload = offload
         self._announce = announce
+        self._failures = Failures(announce, watch.poll_interval)
         self._committer = Committer(run, exchange, backend=backend, offload=offload)
         self._stopping = Flag()
         self._election = Election(
@@ -115,9 +117,11 @@ class Syncer:
             try:
                 await self._attend(number)
             except Exception as error:
-                self._announce(TaskFailed(task="close round", error=repr(error), round=number))
+                pause = self._failures.failed("close round", error, number)
                 self._collectors.clear()
-                await wait_or_sleep(self._clock, self._watch.poll_interval, self._stopping)
+                await self._failures.wait(self._clock, pause, self._watch.changed, self._stopping)
+            else:
+                self._failures.worked("close round")
         await self._swept()
 
     async def _attend(self, number: int) -> None:
@@ -335,7 +339,9 @@ class Syncer:
                 await sweep_beats(self._exchange.mailbox, beats)
                 await self._watch.refresh_leases()
         except Exception as error:
-            self._announce(TaskFailed(task="sweep", error=repr(error), round=number))
+            self._failures.failed("sweep", error, number)
+        else:
+            self._failures.worked("sweep")
 
     async def _swept(self) -> None:
         """Wait for the sweep of the commit before."""

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from gradientmail.attendance import Attendance
-from gradientmail.clock import Clock, Flag, wait_or_sleep
+from gradientmail.clock import Clock, Signal, wait_or_sleep
 from gradientmail.errors import ProtocolError
 from gradientmail.events import (
     Event,
@@ -18,12 +18,12 @@ from gradientmail.events import (
     LearnerLeft,
     LearnerLost,
     RoundSeen,
-    TaskFailed,
 )
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.lease_book import LeaseBook, kept_seconds
 from gradientmail.exchange.records import Estimates, RoundRecord
+from gradientmail.failures import Failures
 from gradientmail.progress import Progress
 from gradientmail.rhythm import LONGEST_PAUSE_SECONDS, Rhythm
 
@@ -36,23 +36,6 @@ which costs as much as so many GETs."""
 SHARE = 3
 """A poll of the closer asks for one in so many missing snapshots, in turn. When it finds one it
 asks for all: they come together, and a round waits for the last."""
-
-
-class Signal:
-    """Wakes everyone who waits, again and again."""
-
-    def __init__(self) -> None:
-        self._event = Flag()
-
-    def set(self) -> None:
-        """Wake those who hold the current ``next``."""
-        event, self._event = self._event, Flag()
-        event.set()
-
-    @property
-    def next(self) -> Flag:
-        """An event that the next ``set`` sets. Take it before looking at what may change."""
-        return self._event
 
 
 class Watch:
@@ -211,12 +194,16 @@ class Watch:
     async def run(self) -> None:
         """Poll until cancelled. A poll that fails is reported and the next one follows."""
         self._attendance = Attendance()  # what came before this node does not tell of it
+        failures = Failures(self._announce, self.poll_interval)
         while True:
             poke = self._poke.next
             try:
                 await self._poll()
             except Exception as error:
-                self._announce(TaskFailed(task="poll", error=repr(error), round=self.next_round))
+                # No longer pause: a look may fail of one thing and find another.
+                failures.failed("poll", error, self.next_round)
+            else:
+                failures.worked("poll")
             await wait_or_sleep(self._clock, self._pause(), poke)
 
     async def poll(self) -> None:

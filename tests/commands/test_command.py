@@ -1,6 +1,7 @@
 """The command as a shell sees it: how it is started, what it returns, what it says."""
 
 import errno
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from typing import Any, cast
 
 import pytest
 
+import gradientmail
 from gradientmail.commands import main
+from gradientmail.errors import MailboxUnavailable
+from gradientmail.mailbox.memory import MemoryMailbox
 
 
 def test_the_module_and_the_script_are_one_command() -> None:
@@ -65,6 +69,29 @@ def test_a_folder_that_may_not_be_looked_at_is_not_called_missing(
     monkeypatch.setattr(os, "stat", refusing)
     assert main(["verify", closed]) == 1
     assert capsys.readouterr().err == f"gradientmail: {closed}: Permission denied\n"
+
+
+def test_a_store_that_does_not_answer_is_one_line_with_advice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: object) -> None:
+        raise MailboxUnavailable("listing: connection refused")
+
+    monkeypatch.setattr(MemoryMailbox, "list", away)
+    assert main(["verify", "memory://away"]) == 1
+    assert capsys.readouterr().err == (
+        "gradientmail: listing: connection refused; check the address, and that the store is up\n"
+    )
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"gradientmail {gradientmail.__version__}\n"
+    assert gradientmail.__version__ == importlib.metadata.version("gradientmail")
+    with pytest.raises(AttributeError, match="__versions__"):
+        _ = gradientmail.__versions__
 
 
 def test_a_malformed_url_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

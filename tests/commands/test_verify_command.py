@@ -74,10 +74,23 @@ def test_a_folder_without_a_run_is_told_and_not_made(
     assert not (tmp_path / "nothing").exists()
     assert main(["verify", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
-    assert "WRONG manifest: manifest.json: it does not exist: there is no run here" in shown
-    assert "pass its URL" in shown
-    assert shown.startswith(f"{tmp_path}: 0 rounds in 0 objects\nWRONG manifest")
+    assert shown == (
+        f"there is no run in {tmp_path}; pass the address that its sessions have, or start one: "
+        "the first session creates it\n"
+    )
+    assert main(["verify", str(tmp_path), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert [row["invariant"] for row in told["violations"]] == ["manifest"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_whose_manifest_is_gone_is_damaged(
+    copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradientmail.commands.verify.PAUSE_SECONDS", 0.0)
+    (copied / "manifest.json").unlink()
+    assert main(["verify", str(copied)]) == 1
+    assert "WRONG manifest: manifest.json: it does not exist" in capsys.readouterr().out
 
 
 def test_a_wrong_path_is_told_before_any_framework_is_imported(
@@ -154,7 +167,9 @@ def test_backends_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert name == "torch"
     assert isinstance(backend, TorchBackend)
     assert main(["verify", str(GOLDEN / RUNS[0]), "--backend", "none"]) == 0
-    assert "no number was looked at" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "no number was looked at" in shown
+    assert shown.endswith("\nevery invariant that can be checked without numbers holds\n")
 
 
 def test_a_backend_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,18 @@ def test_root_may_be_a_link_a_relative_path_or_new(
         FilesystemMailbox("s3://bucket/run")
 
 
+def test_a_home_folder_is_not_expanded_and_no_folder_is_named_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("~/runs", Path("~/runs"), "~"):
+        with pytest.raises(ValueError, match="expanded by a shell"):
+            FilesystemMailbox(path)
+    assert list(tmp_path.iterdir()) == []
+    FilesystemMailbox("./~/runs")
+    assert [path.name for path in tmp_path.iterdir()] == ["~"]
+
+
 def test_large_objects_are_read_into_kept_memory(tmp_path: Path) -> None:
     allocated: list[int] = []
 

@@ -74,6 +74,7 @@ def test_memory_is_one_store_a_name() -> None:
         (" run", "space"),
         ("s3://b/x\n", "control characters"),
         ("~/run", "expanded by a shell"),
+        ("hf://b/p", "s3://bucket/prefix"),
         ("C:\\runs\\x", "path of Windows"),
         ("c:/runs", "path of Windows"),
         ("\\\\server\\share", "path of Windows"),

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import signal
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -326,15 +328,59 @@ def test_a_corrupt_record_stops_no_node_and_is_told() -> None:
     assert last in heard.of(gm.events.TaskFailed)[0].error
 
 
-def test_a_store_that_refuses_is_told_at_once() -> None:
+def test_a_store_that_refuses_is_told_at_once_and_once() -> None:
     class Denied(WrappedMailbox):
         async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
             raise PermissionError("access denied to this prefix; ask its owner")
 
+    heard = Events()
     with no_threads_left(), pytest.raises(PermissionError, match="ask its owner"):
-        session(Denied(MemoryMailbox()))
+        session(Denied(MemoryMailbox()), callbacks=[heard])
+    assert list(heard) == []
     with no_threads_left(), pytest.raises(PermissionError, match="ask its owner"):
         gm.align(net(), mailbox=Denied(MemoryMailbox()))
+
+
+def test_a_wrong_address_is_suspected_until_the_store_has_answered() -> None:
+    """It is waited for, as a store that is away; who interrupts that is told of nothing else."""
+
+    class Nowhere(WrappedMailbox):
+        calls = 0
+
+        async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
+            self.calls += 1
+            raise gm.MailboxUnavailable("listing in bucket 'b' at https://mistyped: no such host")
+
+    box, heard = Nowhere(MemoryMailbox()), Events()
+
+    def interrupt(event: gm.events.Event) -> None:
+        heard(event)
+        if len(heard.of(gm.events.StoreUnavailable)) == 2:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with no_threads_left(), pytest.raises(KeyboardInterrupt):
+        session(box, callbacks=[interrupt])
+    told = heard.of(gm.events.StoreUnavailable)
+    assert len(told) == box.calls == len(list(heard)) == 2
+    assert str(told[0]).startswith("no answer from the mailbox yet: check its address, or wait;")
+    assert "https://mistyped" in str(told[0])
+
+
+def test_a_store_that_has_answered_is_away() -> None:
+    class Stumbling(WrappedMailbox):
+        calls = 0
+
+        async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
+            self.calls += 1
+            if self.calls == 2:
+                raise gm.MailboxUnavailable("the store answered 503")
+            return await act()
+
+    heard = Events()
+    with session(Stumbling(MemoryMailbox()), callbacks=[heard]):
+        (told,) = heard.of(gm.events.StoreUnavailable)
+    assert str(told).endswith("s: the store answered 503")
+    assert str(told).startswith("mailbox ")
 
 
 def test_the_same_id_twice_in_one_process() -> None:

@@ -10,12 +10,23 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import override
 
+import gradientmail
 from gradientmail.commands import doctor, verify
-from gradientmail.commands.base import FAULTY, INTERRUPTED, MISUSED, UNREAD, Command
-from gradientmail.errors import GradientMailError
+from gradientmail.commands.base import FAULTY, INTERRUPTED, MISUSED, UNREACHED, UNREAD, Command
+from gradientmail.errors import GradientMailError, MailboxUnavailable
 
 COMMANDS: tuple[Command, ...] = (doctor, verify)
+
+
+class _Version(argparse.Action):
+    """Prints the version, which is looked up only then."""
+
+    @override
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        print(f"gradientmail {gradientmail.__version__}")
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,14 +47,21 @@ def _run(argv: Sequence[str] | None) -> int:
         prog="gradientmail",
         description="Tools for runs of GradientMail and the stores that they live in.",
     )
-    subcommands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    subcommands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", dest="command"
+    )
     for command in COMMANDS:
         command.add_to(subcommands)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:  # told with the usage of the subcommand, which is whose they were meant for
+        subcommands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(arguments.run(arguments))
     except (ValueError, TypeError) as error:
         return _say(error, MISUSED)
+    except MailboxUnavailable as error:
+        return _say(f"{error}; {UNREACHED}", FAULTY)
     except GradientMailError as error:
         return _say(error, FAULTY)
     except BrokenPipeError:

@@ -17,6 +17,9 @@ INTERRUPTED = 130
 UNREAD = 141
 """Exit status when whoever read the output has gone (``| head``), as shells have it."""
 
+UNREACHED = "check the address, and that the store is up"
+"""What to do when a store does not answer."""
+
 
 class Command(Protocol):
     """What the module of a subcommand has."""

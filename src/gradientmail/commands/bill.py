@@ -13,6 +13,8 @@ from gradientmail.rhythm import LONGEST_PAUSE_SECONDS, SOONER_POLLS
 MONTH_SECONDS = 730 * 3600.0
 BITS = {"F32": 32.0, "F16": 16.0, "BF16": 16.0, "F8_E4M3": 8.0, "F4": 4.25}
 """Of a value in a payload, scales included."""
+PARAMETERS = ("F32", "F16", "BF16")
+"""What the parameters of a model can be."""
 GB = 1e9
 
 
@@ -41,10 +43,14 @@ class Plan:
                 f"fragments is at most sync_every, and {self.fragments} is more than "
                 f"{self.sync_every}"
             )
-        for name in ("dtype", "delta_dtype", "commit_dtype"):
-            value = getattr(self, name)
-            if value not in BITS and (value is not None or name == "dtype"):
-                raise ValueError(f"{name} must be one of {', '.join(BITS)}, not {value!r}")
+        for name, choices in (
+            ("dtype", PARAMETERS),
+            ("delta_dtype", (None, *BITS)),
+            ("commit_dtype", (None, *BITS)),
+        ):
+            if (value := getattr(self, name)) not in choices:
+                listed = ", ".join(map(str, choices))
+                raise ValueError(f"{name} must be one of {listed}, not {value!r}")
 
     @property
     def round_seconds(self) -> float:

@@ -32,7 +32,7 @@ def add_to(subcommands: Subcommands) -> None:
     )
     parser.add_argument("--keys", type=_count, default=1100, help="keys to list (default: 1100)")
     parser.add_argument("--samples", type=_count, default=20, help="of each latency (default: 20)")
-    parser.add_argument("--seconds", type=float, default=120.0, help="time limit (default: 120)")
+    parser.add_argument("--seconds", type=_seconds, default=120.0, help="time limit (default: 120)")
     run_options = parser.add_argument_group("the run whose bill is estimated")
     usual = bill.Plan()
     for name, kind, what in (
@@ -40,18 +40,22 @@ def add_to(subcommands: Subcommands) -> None:
         ("params", _amount, "parameters of the model, such as 350M"),
         ("sync_every", _count, "as in DiLoCo"),
         ("fragments", _count, "as in DiLoCo"),
-        ("step_seconds", float, "how long an optimizer step takes"),
-        ("poll", float, "poll_interval of the sessions, in seconds"),
+        ("step_seconds", _seconds, "how long an optimizer step takes"),
+        ("poll", _seconds, "poll_interval of the sessions, in seconds"),
     ):
         default = getattr(usual, "parameters" if name == "params" else name)
         flag, text = f"--{name.replace('_', '-')}", f"{what} (default: {default:g})"
         run_options.add_argument(flag, type=kind, default=default, help=text)
-    for name, text in (
-        ("--dtype", "of the parameters (default: F32)"),
-        ("--precision", "of deltas, as delta_dtype (default: that of the parameters)"),
-        ("--commit-precision", "of commits, as commit_dtype (default: that of the parameters)"),
+    for name, choices, text in (
+        ("--dtype", bill.PARAMETERS, "of the parameters (default: F32)"),
+        ("--precision", bill.BITS, "of deltas, as delta_dtype (default: that of the parameters)"),
+        (
+            "--commit-precision",
+            bill.BITS,
+            "of commits, as commit_dtype (default: that of the parameters)",
+        ),
     ):
-        run_options.add_argument(name, choices=bill.BITS, default=None, help=text)
+        run_options.add_argument(name, choices=choices, default=None, help=text)
     prices = parser.add_argument_group("prices in dollars (default: AWS S3 Standard, us-east-1)")
     for name, what in (
         ("writes", "a million PUT and LIST"),
@@ -84,8 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.price_storage,
         arguments.price_egress,
     )
-    if not 0 < arguments.seconds < float("inf"):
-        raise ValueError(f"--seconds must be positive, not {arguments.seconds!r}")
     extent = Extent(arguments.large * 2**20, arguments.keys, arguments.samples, arguments.seconds)
     report = examined(arguments.url, extent)
     costs = bill.monthly_dollars(plan, prices)
@@ -161,9 +163,23 @@ def _print(report: Report, plan: bill.Plan, costs: dict[str, float]) -> None:
 
 def _count(text: str) -> int:
     """A whole number of 1 or more."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _seconds(text: str) -> float:
+    """A duration: a number over 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds over 0")
     return value
 
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gradientmail.commands import checks
+from gradientmail.commands.base import UNREACHED
 from gradientmail.commands.checks import Examination, Fault, Finding
 from gradientmail.commands.measuring import (
     SKEW_SECONDS,
@@ -126,11 +127,9 @@ async def _tried(store: Examination, name: str, check: Check, limit: float) -> F
         return Finding(name, "fault", str(fault), fault.advice)
     except TimeoutError:
         if len(store.failures) > failures:
-            return Finding(name, "fault", f"no answer: {store.failures[-1]}")
+            return Finding(name, "fault", f"no answer: {store.failures[-1]}", UNREACHED)
         if name == "reachable":
-            return Finding(
-                name, "fault", f"no answer within {limit:.0f} s", "see whether the address is right"
-            )
+            return Finding(name, "fault", f"no answer within {limit:.0f} s", UNREACHED)
         return Finding(name, "skipped", "not done in time", "allow more with --seconds")
     except Warn as warning:
         return Finding(name, "warning", str(warning), warning.advice)

@@ -63,6 +63,11 @@ class FilesystemMailbox:
             raise ValueError("FilesystemMailbox needs the path of a folder, got an empty one")
         if "://" in os.fspath(path):
             raise ValueError(f"FilesystemMailbox needs the path of a folder, not the URL {path!r}")
+        if os.fspath(path).startswith("~"):
+            raise ValueError(
+                f"{os.fspath(path)!r}: ~ is expanded by a shell, not here; write the whole path (a "
+                f"folder that is really called so is ./{os.fspath(path)})"
+            )
         self.path = os.path.abspath(os.fspath(path))
         self._staging = Staging(self.path)
         self._pool = HOST

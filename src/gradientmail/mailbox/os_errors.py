@@ -67,8 +67,8 @@ NO_FOLDER_FLUSH = _codes("EINVAL", "EOPNOTSUPP", "ENOTSUP", "ENOSYS", "EBADF", "
 """What file systems that cannot flush a folder answer to ``fsync`` on one."""
 
 ADVICE = {
-    errno.ENOSPC: "the file system is full: free space there or move the run, then start again",
-    errno.EDQUOT: "the disk quota is used up: free space or raise it, then start again",
+    errno.ENOSPC: "the file system is full: free space there, or move the run",
+    errno.EDQUOT: "the disk quota is used up: free space, or raise it",
     errno.EFBIG: "a file of this size is not allowed there: raise the limit (ulimit -f)",
     errno.EROFS: "the file system is read-only: mount it for writing",
     errno.EACCES: "this user may not do that: check the folder's owner and permissions",

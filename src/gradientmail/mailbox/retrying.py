@@ -39,16 +39,24 @@ class RetryingMailbox(WrappedMailbox):
         self._clock = clock
         self._random = random
         self._on_unavailable = on_unavailable
+        self.answered = False
+        """Whether the store has answered anything yet, be it a refusal."""
 
     async def around[T](self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
         """Act until the store answers."""
         delay = FIRST_DELAY_SECONDS
         while True:
             try:
-                return await act()
+                answer = await act()
             except MailboxUnavailable as error:
                 pause = delay * self._random.uniform(0.5, 1.0)
                 if self._on_unavailable is not None:
                     self._on_unavailable(call.operation, error, pause)
+            except Exception:
+                self.answered = True
+                raise
+            else:
+                self.answered = True
+                return answer
             await self._clock.sleep(pause)
             delay = min(2 * delay, LAST_DELAY_SECONDS)

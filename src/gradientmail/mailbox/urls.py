@@ -31,6 +31,8 @@ EXAMPLE = "s3://bucket/prefix, file:///folder, memory://name or the path of a fo
 OTHER_SCHEMES = {
     "gs": "Google Cloud Storage is reached by its S3 interface: "
     "s3://bucket/prefix?endpoint=https://storage.googleapis.com",
+    "hf": "Hugging Face's buckets are reached by their S3 interface: "
+    "s3://bucket/prefix?endpoint=https://… (docs/mailboxes.md says which)",
     "s3a": "write s3://",
     "s3n": "write s3://",
     "http": "an address of a server goes into the query: s3://bucket/prefix?endpoint=http://…",
@@ -151,11 +153,6 @@ def _check_path(path: str) -> str:
     """A plain path, as it is; ``ValueError`` for what is not one on this system."""
     if "://" in path:
         raise ValueError(f"{_shown(path)} is neither a URL nor a path; write {EXAMPLE}")
-    if path.startswith("~"):
-        raise ValueError(
-            f"{path!r}: ~ is expanded by a shell, not here; write the whole path (a folder that is "
-            f"really called so is ./{path})"
-        )
     if os.name != "nt" and (re.match(r"[A-Za-z]:([\\/]|$)", path) or "\\" in path):
         raise ValueError(
             f"{path!r} looks like a path of Windows; on this system parts are separated by / (for "

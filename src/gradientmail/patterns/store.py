@@ -34,4 +34,11 @@ class Store:
 
     def _on_unavailable(self, operation: str, error: MailboxUnavailable, delay: float) -> None:
         self.last_failure = error
-        log_events(StoreUnavailable(operation=operation, error=str(error), retry_seconds=delay))
+        log_events(
+            StoreUnavailable(
+                operation=operation,
+                error=str(error),
+                retry_seconds=delay,
+                answered=self.mailbox.answered,
+            )
+        )

@@ -16,7 +16,7 @@ from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.backend import backend_for
 from gradientmail.backend.base import Backend
 from gradientmail.buffers import BufferPool
-from gradientmail.clock import Offload, inline, wait_or_sleep
+from gradientmail.clock import Offload, Signal, inline, wait_or_sleep
 from gradientmail.events import Event
 from gradientmail.handoff import Handoff
 from gradientmail.learner import Learner
@@ -25,7 +25,6 @@ from gradientmail.node import Node, Settings, planned
 from gradientmail.run import arrays_over
 from gradientmail.testing.vector import Vector, VectorBackend
 from gradientmail.testing.virtual_time import VirtualClock
-from gradientmail.watch import Signal
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,95 @@
+"""What fails again and again: seldom tried, seldom told, and gone on with once it works."""
+
+import asyncio
+import errno
+from collections.abc import Awaitable, Callable
+from typing import override
+
+from tests.node.worlds import World, happened
+
+from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.errors import MailboxRefused
+from gradientmail.event import Event
+from gradientmail.events import TaskFailed
+from gradientmail.failures import Failures
+from gradientmail.mailbox.base import Mailbox
+from gradientmail.mailbox.wrapped import Call, WrappedMailbox
+from gradientmail.testing.virtual_time import run_virtual
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_the_same_failure_is_told_the_first_second_fourth_time() -> None:
+    told: list[Event] = []
+    failures = Failures(told.append, 1.0)
+    pauses = [failures.failed("publish", FULL, number) for number in range(200)]
+    assert pauses[:7] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert set(pauses[7:]) == {30.0}
+    events = [event for event in told if isinstance(event, TaskFailed)]
+    assert [event.times for event in events] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert [event.round for event in events][:4] == [0, 1, 3, 7]
+    assert str(events[2]) == (
+        "round 3: publish failed 4 times in a row and is tried again: "
+        "OSError: [Errno 28] No space left on device"
+    )
+
+
+def test_another_failure_is_told_at_once_and_success_begins_again() -> None:
+    told: list[Event] = []
+    failures = Failures(told.append, 1.0)
+    for error in (FULL, FULL, FULL, MailboxRefused("not yours"), MemoryError()):
+        failures.failed("lease", error)
+    assert failures.failed("publish", FULL) == 1.0
+    failures.worked("lease")
+    assert failures.failed("lease", FULL) == 1.0
+    found = [(e.task, e.times, e.error) for e in told if isinstance(e, TaskFailed)]
+    full = "OSError: [Errno 28] No space left on device"
+    assert found == [
+        ("lease", 1, full),
+        ("lease", 2, full),
+        ("lease", 4, "MailboxRefused: not yours"),
+        ("lease", 5, "MemoryError()"),
+        ("publish", 1, full),
+        ("lease", 1, full),
+    ]
+
+
+class Disk(WrappedMailbox):
+    """A store that may be full."""
+
+    def __init__(self, inner: Mailbox) -> None:
+        super().__init__(inner)
+        self.full = False
+        self.refused = 0
+
+    @override
+    async def around[T](self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
+        if self.full and call.operation == "put_if_absent":
+            self.refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return await act()
+
+
+def test_a_full_disk_fills_no_log_and_the_run_goes_on_when_there_is_space() -> None:
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=6, fragments=2, in_flight=2, quorum_size=1))
+        node = world.node("a", wrap=Disk, poll=1.0, lease_every=60, lease_timeout=120)
+        await node.join()
+        await node.train(12)
+        assert isinstance(node.mailbox, Disk)
+        node.mailbox.full = True
+        training = asyncio.ensure_future(node.train(1000))
+        await asyncio.sleep(600)
+        full, told = node.mailbox.refused, happened(node, TaskFailed)
+        node.mailbox.full, before = False, world.archive.rounds()
+        assert {event.task for event in told} >= {"publish", "lease"}
+        assert len(told) <= 30  # of some hundred failures, once
+        assert full <= 150
+        await asyncio.sleep(45)
+        assert world.archive.rounds() > before
+        assert len(happened(node, TaskFailed)) == len(told)
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+        await node.kill()
+
+    run_virtual(main, limit_seconds=5000)
