@@ -106,7 +106,6 @@ class SimulatedNode:
         await self.node.hold_lease()
         for version in versions:
             parameters.apply(parameters.stage(version.arrays))
-        seen = self.node.rounds_seen
         courier = await self.node.start(
             run, versions, parameters=parameters, backend=backend, merging=backend
         )
@@ -114,7 +113,7 @@ class SimulatedNode:
             parameters,
             versions,
             learner=self.settings.learner,
-            rounds_seen=seen,
+            rounds_seen=self.node.rounds_seen,
             # Its waiting would stop the only thread there is; ``train`` waits instead.
             algorithm=replace(self.algorithm, overlap_steps=None),
             schedule=run.schedule,
