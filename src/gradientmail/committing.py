@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,10 +12,13 @@ from gradientmail.backend.base import Array, Backend
 from gradientmail.clock import Flag, Offload
 from gradientmail.collecting import Collector
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, Sealing, all_ended
+from gradientmail.exchange.exchange import Exchange, Payload, Sealing
 from gradientmail.exchange.records import Estimates, RoundRecord, Update
 from gradientmail.holding import Held
 from gradientmail.run import Run, arrays_over, payload_arrays
+
+MOST_REJECTED = 10_000
+"""Learners that a record lists as rejected: of more garbage nobody could read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +199,7 @@ class Committer:
             fragment=schedule.fragment(number),
             version=schedule.version(number),
             participants=collector.participants(),
-            rejected=tuple(sorted(collector.rejected.items())),
+            rejected=tuple(sorted(collector.rejected.items())[:MOST_REJECTED]),
             cosine=cosine,
             theta=payloads["theta"].ref,
             outer=payloads["outer"].ref,
@@ -205,3 +208,15 @@ class Committer:
             grace_seconds=closing.grace_seconds,
             estimates=estimates,
         )
+
+
+async def all_ended[T](uploads: Iterable[Awaitable[T]]) -> list[T]:
+    """What several uploads give, when all have ended; the first failure is raised then."""
+    results = await asyncio.gather(*uploads, return_exceptions=True)
+    failure = next((result for result in results if isinstance(result, BaseException)), None)
+    try:
+        if failure is not None:
+            raise failure
+        return [result for result in results if not isinstance(result, BaseException)]
+    finally:
+        del results, failure  # an error has this frame, and would hold itself and the payloads

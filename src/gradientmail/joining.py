@@ -7,12 +7,13 @@ uploads stand still, a waiter takes the next claim and creates the run itself.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from gradientmail.backend.base import Backend
 from gradientmail.clock import Clock
-from gradientmail.errors import PayloadCorrupt
+from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, Sealed, Sealing, all_ended
+from gradientmail.exchange.exchange import Exchange, Payload, Sealing
 from gradientmail.exchange.records import Manifest, Ref
 from gradientmail.handoff import Version
 from gradientmail.progress import Progress
@@ -24,18 +25,29 @@ SLOWEST_UPLOAD = 2**20
 """Bytes a second that a creator is trusted to upload at least."""
 
 
+_PUT_BACK = (
+    "Put it back from a copy of the mailbox, or begin a new run in another place, with the "
+    "parameters of a node that still trains (docs/damaged-mailbox.md)"
+)
+
+
 async def find_run(
     exchange: Exchange, clock: Clock, *, learner: str, poll_interval: float, largest: int
 ) -> Manifest | None:
     """The run's manifest, or None when this node now holds the claim to create it.
 
     ``largest`` is the largest fragment's size in bytes, which bounds how long a creator's uploads
-    may stand still.
+    may stand still. Raises ``ProtocolError`` for a run that has lost its manifest: another one
+    would change the options under its nodes.
     """
     patience = max(STALLED_POLLS * poll_interval, largest / SLOWEST_UPLOAD)
     uploads, moved = -1, clock.now()
     while True:
         manifest = await exchange.manifest()
+        if manifest is None and await exchange.has_begun():
+            manifest = await exchange.manifest()  # created meanwhile, else it is gone
+            if manifest is None:
+                raise ProtocolError(f"{layout.MANIFEST} is gone, and rounds are there. {_PUT_BACK}")
         if manifest is not None:
             return manifest
         count = sum(map(_is_init, await exchange.keys(layout.BLOBS_INIT)))
@@ -65,25 +77,20 @@ async def create_run(
     fragments: Sequence[Fragment],
     buffers: Sequence[memoryview],
 ) -> tuple[Manifest, list[Payload]]:
-    """Upload the initial parameters, then the manifest.
+    """Upload the initial parameters, one fragment after the other, then the manifest.
 
-    Returns the manifest that counts and the payloads uploaded. Lost to another creator, whose
-    manifest is adopted, this node deletes those of its payloads that nothing refers to.
+    Returns the manifest that counts and the payloads uploaded. What lies beside those that it
+    names is deleted: of creators that died, or this node's own if another one was first.
     """
-
-    def key_of(fragment: Fragment) -> Callable[[str, str], str]:
-        return lambda digest, extension: layout.init_blob_key(fragment.index, digest, extension)
-
-    sealed: list[Sealed] = [
-        await exchange.seal(Sealing(buffer, fragment.theta), key_of(fragment))
-        for fragment, buffer in zip(fragments, buffers, strict=True)
-    ]
-    payloads = await all_ended(map(exchange.store, sealed))
-    ours = manifest(tuple(payload.ref for payload in payloads))
-    counts = await exchange.create_manifest(ours)
-    if counts.init != ours.init:
-        used = {ref.key for ref in counts.init}
-        await exchange.delete(p.ref.key for p in payloads if p.ref.key not in used)
+    payloads: list[Payload] = []
+    for fragment, buffer in zip(fragments, buffers, strict=True):
+        key_of = partial(layout.init_blob_key, fragment.index)
+        sealed = await exchange.seal(Sealing(buffer, fragment.theta), key_of)
+        payloads.append(await exchange.store(sealed))
+    counts = await exchange.create_manifest(manifest(tuple(payload.ref for payload in payloads)))
+    used = {ref.key for ref in counts.init}
+    there = filter(_is_init, await exchange.keys(layout.BLOBS_INIT))
+    await exchange.delete(key for key in there if key not in used)
     return counts, payloads
 
 

@@ -24,10 +24,11 @@ from gradientmail.backend.numpy import NumpyBackend
 from gradientmail.backend.torch import TorchBackend
 from gradientmail.calls import PendingCall
 from gradientmail.clock import inline
+from gradientmail.committing import all_ended
 from gradientmail.errors import PayloadCorrupt
 from gradientmail.events import Event, TaskFailed
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, Sealing, all_ended
+from gradientmail.exchange.exchange import Exchange, Payload, Sealing
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Ref
 from gradientmail.loop_thread import LoopThread

@@ -1,11 +1,12 @@
 """Nodes whose mailbox others write garbage into: they go on, and what they commit is right."""
 
 import asyncio
+import json
 from random import Random
 
 import pytest
 from tests.node.garbage import Garbage, committed, remove_strays
-from tests.node.history import check_history, check_settled
+from tests.node.history import check_history, check_settled, records
 from tests.node.worlds import (
     World,
     delta_payload,
@@ -16,7 +17,9 @@ from tests.node.worlds import (
 )
 
 from gradientmail.algorithm.diloco import DiLoCo
+from gradientmail.committing import MOST_REJECTED
 from gradientmail.events import LearnerLost, LeaseLost, TaskFailed
+from gradientmail.exchange.records import ROUND_LIMIT
 from gradientmail.testing.virtual_time import run_virtual
 from gradientmail.testing.world import SimulatedNode
 
@@ -26,6 +29,26 @@ ALGORITHM = DiLoCo(sync_every=4, fragments=2, in_flight=2)
 def failures(node: SimulatedNode) -> list[TaskFailed]:
     """What a node reported as failed."""
     return happened(node, TaskFailed)
+
+
+def test_a_record_that_lists_much_garbage_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = [f"{number:064d}" for number in range(MOST_REJECTED)]
+    row = json.dumps([longest[0], max(("corrupt", "zero_steps", "missing"), key=len)])
+    assert MOST_REJECTED * (len(row) + 1) < ROUND_LIMIT / 4
+    monkeypatch.setattr("gradientmail.committing.MOST_REJECTED", 3)
+
+    async def main() -> None:
+        world = World(ALGORITHM)
+        node = world.node("a")
+        await node.join()
+        for name in "fbdce":
+            await world.archive.put_if_absent(f"snapshots/0000000001/{name}.json", b"{}")
+        await node.train(12)
+        assert records(world.archive)[1]["rejected"] == [[name, "corrupt"] for name in "bcd"]
+        assert committed(world.archive) >= 4
+        await node.kill()
+
+    run_virtual(main, limit_seconds=900)
 
 
 @pytest.mark.parametrize("quorum_size", [1, 2])

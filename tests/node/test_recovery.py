@@ -5,6 +5,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, cast, override
 
+import numpy as np
 import pytest
 import torch
 from tests.node.history import check_history, check_settled, check_tidy, leftovers, manifest, newest
@@ -300,7 +301,7 @@ def test_two_creators_at_once_adopt_one_manifest_and_the_loser_cleans_up() -> No
 def test_a_creator_killed_before_the_manifest_is_replaced_after_the_stall() -> None:
     async def main() -> None:
         world = World(ALGORITHM)
-        first = world.node("a", wrap=mortal(9))  # after its claim, between its uploads
+        first = world.node("a", wrap=mortal(12))  # after its claim, between its uploads
         assert not await live_and_die(first, 1)
         assert world.archive.now("claims/") == ["claims/manifest/001.json"]
         assert "manifest.json" not in world.archive.ever
@@ -319,10 +320,46 @@ def test_a_creator_killed_before_the_manifest_is_replaced_after_the_stall() -> N
     run_virtual(main, limit_seconds=500)
 
 
+class SlowLine(WrappedMailbox):
+    """Uploads share one line of 2 MiB/s."""
+
+    uploads = 0
+
+    @override
+    async def around[T](self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
+        left = float(call.sent) if call.operation == "put_if_absent" else 0.0
+        self.uploads += 1
+        while left > 0:
+            await asyncio.sleep(0.05)
+            left -= 0.05 * 2**21 / self.uploads
+        self.uploads -= 1
+        return await act()
+
+
+def test_a_creator_whose_line_is_slow_is_not_taken_for_dead() -> None:
+    """Its fragments follow each other, so that those who wait see each one come."""
+
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=8, fragments=8))
+        large = {f"w{i}": np.zeros(2**22, np.float32) for i in range(8)}  # 16 MiB, 8 seconds each
+        nodes = [world.node(name, wrap=SlowLine, model=dict(large)) for name in "ab"]
+        joining = asyncio.ensure_future(nodes[0].join())
+        await asyncio.sleep(1)
+        await nodes[1].join()
+        await joining
+        assert asyncio.get_running_loop().time() > 60
+        assert manifest(world.archive)["created_by"] == "a"
+        assert "claims/manifest/002.json" not in world.archive.ever
+        for node in nodes:
+            await node.kill()
+
+    run_virtual(main, limit_seconds=900)
+
+
 def test_a_restarted_creator_finds_its_own_claim_and_goes_on() -> None:
     async def main() -> None:
         world = World(ALGORITHM)
-        assert not await live_and_die(world.node("a", wrap=mortal(9)), 1)
+        assert not await live_and_die(world.node("a", wrap=mortal(12)), 1)
         again = world.node("a")
         await again.join()
         assert asyncio.get_running_loop().time() < 1

@@ -214,6 +214,38 @@ def test_who_cannot_join_ends_no_session_with_its_id(
     assert live.rounds_seen >= 3
 
 
+@pytest.mark.parametrize("how", ["same", "other"])
+def test_a_run_that_has_lost_its_manifest_is_not_created_again(how: str) -> None:
+    """With other options, perhaps, while nodes that still live go on with the old ones."""
+    box = finished(3)
+    asyncio.run(box.delete(["manifest.json"]))
+    before = list(asyncio.run(box.list("")))
+    other = ALGORITHM if how == "same" else replace(ALGORITHM, outer_lr=0.5)
+    with no_threads_left(), pytest.raises(gm.ProtocolError, match=r"manifest\.json is gone"):
+        session(box, algorithm=other)
+    assert list(asyncio.run(box.list(""))) == before
+
+
+def test_what_creators_left_that_died_goes_when_the_run_is_created() -> None:
+    class Dying(WrappedMailbox):
+        async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
+            if call.operation == "put_if_absent" and call.key == "manifest.json":
+                raise RuntimeError("killed here")
+            return await act()
+
+    box = MemoryMailbox()
+    for seed in range(3):
+        with pytest.raises(RuntimeError, match="killed here"):
+            session(Dying(box), net(seed))
+    left = len(asyncio.run(box.list("blobs/init/")))
+    asyncio.run(box.put_if_absent("blobs/init/notes.txt", b""))  # somebody else's
+    session(box, net(3)).close()
+    init = json.loads(asyncio.run(box.get("manifest.json")) or b"")["init"]
+    named = sorted(ref["key"] for ref in init)
+    assert left == 3 * len(named)
+    assert list(asyncio.run(box.list("blobs/init/"))) == [*named, "blobs/init/notes.txt"]
+
+
 # align
 
 

@@ -40,8 +40,8 @@ from gradientmail.exchange.records import (
 )
 from gradientmail.mailbox.base import Mailbox, get_at_most
 
-PLAIN = ".safetensors"
-ZSTD = ".safetensors.zst"
+CREATIONS = 5
+"""How often an object is to be created that is neither created nor there."""
 
 
 class Payload:
@@ -114,7 +114,7 @@ class Exchange:
         self.mailbox = mailbox
         self.take = take
         self._offload = offload
-        self._extension = ZSTD if compressed else PLAIN
+        self._extension = layout.ZSTD_EXT if compressed else layout.RAW_EXT
         self._held: WeakValueDictionary[str, Payload] = WeakValueDictionary()
         self.deltas: dict[int, Payload] = {}
         """This learner's deltas by round, kept until merged here or committed elsewhere.
@@ -130,7 +130,9 @@ class Exchange:
         One call at a time. What is compressed before it is hashed has to wait for ``seal``.
         """
         stop = sealing.layout.written(counts)
-        if self._extension == PLAIN and stop > max(sealing.hashed, len(sealing.layout.header)):
+        if self._extension == layout.RAW_EXT and stop > max(
+            sealing.hashed, len(sealing.layout.header)
+        ):
             await self._offload(sealing.hash_until, stop)
 
     async def seal(self, sealing: Sealing, key_of: Callable[[str, str], str]) -> Sealed:
@@ -142,7 +144,7 @@ class Exchange:
 
     def _seal(self, sealing: Sealing, key_of: Callable[[str, str], str]) -> Sealed:
         stored = sealing.buffer
-        if self._extension == ZSTD:
+        if self._extension == layout.ZSTD_EXT:
             stored = compression.compress(sealing.layout, stored, self.take)
             digest = sha256_hex(stored)
         else:
@@ -157,7 +159,7 @@ class Exchange:
 
     async def plain_sha256(self, payload: Payload) -> str:
         """The sha256 of a payload as safetensors, whatever codec stored it."""
-        plain = payload.ref.key.endswith(PLAIN)
+        plain = payload.ref.key.endswith(layout.RAW_EXT)
         return payload.ref.sha256 if plain else await self.sha256(payload.buffer)
 
     async def store(self, sealed: Sealed) -> Payload:
@@ -211,7 +213,7 @@ class Exchange:
             stored = await self._stored(ref, payload_layout)
             if stored is None:
                 return None
-            plain = not ref.key.endswith(ZSTD)
+            plain = not ref.key.endswith(layout.ZSTD_EXT)
             if plain and ref.size == payload_layout.nbytes and payload_layout.matches(stored):
                 payload = Payload(ref, stored, payload_layout.slots)
                 looking = asyncio.ensure_future(look(payload))
@@ -252,9 +254,10 @@ class Exchange:
 
     async def create_manifest(self, manifest: Manifest) -> Manifest:
         """Create the run; returns the manifest that counts, which may be another node's."""
-        await self.mailbox.put_if_absent(layout.MANIFEST, manifest.to_bytes())
-        found = await self.manifest()
-        return manifest if found is None else found
+        data = manifest.to_bytes()
+        if len(data) > MANIFEST_LIMIT:
+            raise ValueError(f"{len(manifest.schema)} parameters are more than a manifest can name")
+        return await self._create(layout.MANIFEST, data, self.manifest) or manifest
 
     async def round(self, number: int) -> RoundRecord | None:
         """The record of a round, None before it is committed.
@@ -262,6 +265,10 @@ class Exchange:
         ``ProtocolError`` naming the key when what is there is not the record of this round.
         """
         return await self._record(layout.round_key(number), ROUND_LIMIT, _round_record)
+
+    async def has_begun(self) -> bool:
+        """Whether a round was ever committed, be its record readable or not."""
+        return await self._small(layout.round_key(0)) is not None
 
     async def _record[R](self, key: str, limit: int, decode: Callable[[Buffer], R]) -> R | None:
         data = await get_at_most(self.mailbox, key, limit)
@@ -276,10 +283,19 @@ class Exchange:
         When a record is there already and names the same payloads, it is this node's own earlier
         attempt, whose answer was lost, or holds the same bytes: either way this commit landed.
         """
-        if await self.mailbox.put_if_absent(layout.round_key(record.round), record.to_bytes()):
-            return record
-        found = await self.round(record.round)
-        return record if found is None else found
+        key, data = layout.round_key(record.round), record.to_bytes()
+        return await self._create(key, data, lambda: self.round(record.round)) or record
+
+    async def _create[R](
+        self, key: str, data: bytes, read: Callable[[], Awaitable[R | None]]
+    ) -> R | None:
+        """Create an object; what ``read`` finds when it is there already, else None."""
+        for _ in range(CREATIONS):
+            if await self.mailbox.put_if_absent(key, data):
+                return None
+            if (found := await read()) is not None:
+                return found
+        raise ProtocolError(f"{key} can neither be created nor read")
 
     async def snapshot(self, number: int, learner: str) -> bytes | None:
         """The raw snapshot record of a learner; decoded by whoever judges it.
@@ -315,7 +331,8 @@ class Exchange:
         key = layout.claim_key(number, attempt)
         if await self.mailbox.put_if_absent(key, Claim(learner).to_bytes()):
             return True
-        return await self._claimant(key) == learner
+        data = await self._small(key)
+        return data is not None and _learner_of(data) == learner
 
     async def last_claim(self, number: int | None) -> tuple[int, str | None] | None:
         """Number and learner of the newest claim, None without one. Claims count from 1.
@@ -330,10 +347,6 @@ class Exchange:
                 return newest
             newest = (attempt, _learner_of(data))
             attempt += 1
-
-    async def _claimant(self, key: str) -> str | None:
-        data = await self._small(key)
-        return None if data is None else _learner_of(data)
 
     # Removal
 
@@ -379,20 +392,8 @@ def _open(
     """Check stored bytes against their ref, decompress, check the tensors."""
     _check(stored, ref)
     try:
-        compressed = ref.key.endswith(ZSTD)
+        compressed = ref.key.endswith(layout.ZSTD_EXT)
         buffer = compression.decompress(payload_layout, stored, take) if compressed else stored
         return Payload(ref, buffer, payload_layout.check(buffer))
     except PayloadCorrupt as error:
         raise PayloadCorrupt(f"{ref.key}: {error}") from None
-
-
-async def all_ended[T](uploads: Iterable[Awaitable[T]]) -> list[T]:
-    """What several uploads give, when all have ended; the first failure is raised then."""
-    results = await asyncio.gather(*uploads, return_exceptions=True)
-    failure = next((result for result in results if isinstance(result, BaseException)), None)
-    try:
-        if failure is not None:
-            raise failure
-        return [result for result in results if not isinstance(result, BaseException)]
-    finally:
-        del results, failure  # an error has this frame, and would hold itself and the payloads
