@@ -11,8 +11,9 @@ from gradientmail.clock import Offload
 from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.events import Event, SnapshotRejected
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload
+from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.records import Participant, SnapshotRecord, expect_key
+from gradientmail.exchange.sealing import Payload
 from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
 
 LONGEST_STEP = 86_400.0
@@ -53,6 +54,8 @@ class Collector:
         self.base_version = run.schedule.version(number) - 1
         self.accepted: dict[str, SnapshotRecord] = {}
         self.rejected: dict[str, str] = {}
+        self.payload_keys: set[str] = set()
+        """Where the deltas of all those lie, as far as their records can be read."""
         self._judged: dict[str, bytes] = {}
         """Their records. Who was rejected may publish another one while the round is open."""
         self.fold = Fold(
@@ -129,6 +132,7 @@ class Collector:
         except ProtocolError as error:
             self._reject(learner, "corrupt", str(error))
             return
+        self.payload_keys.add(record.payload.key)
         verdict = judge(record, digest=self._run.digest, base_version=self.base_version)
         if verdict is None:
             verdict = await self._fold_in(record)

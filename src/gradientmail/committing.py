@@ -12,8 +12,9 @@ from gradientmail.backend.base import Array, Backend
 from gradientmail.clock import Flag, Offload
 from gradientmail.collecting import Collector
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, Sealing
+from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.records import Estimates, RoundRecord, Update
+from gradientmail.exchange.sealing import Payload, Sealing
 from gradientmail.holding import Held
 from gradientmail.run import Run, arrays_over, payload_arrays
 

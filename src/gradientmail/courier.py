@@ -13,8 +13,9 @@ from gradientmail.deltas import Delta, make_delta
 from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.events import Event, SnapshotPublished
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Sealed, Sealing
+from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.records import SnapshotRecord, expect_key
+from gradientmail.exchange.sealing import Sealed, Sealing
 from gradientmail.failures import Failures
 from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
 from gradientmail.joining import rounds_held

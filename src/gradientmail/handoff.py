@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from gradientmail.backend.base import Array
 from gradientmail.events import Event
-from gradientmail.exchange.exchange import Payload
 from gradientmail.exchange.records import RoundRecord
+from gradientmail.exchange.sealing import Payload
 
 
 @dataclass(frozen=True, slots=True)

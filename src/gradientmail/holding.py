@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from gradientmail.errors import PayloadCorrupt
 from gradientmail.event import Event
 from gradientmail.events import MomentumLost
-from gradientmail.exchange.exchange import Exchange, Payload
+from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Ref, RoundRecord
+from gradientmail.exchange.sealing import Payload
 from gradientmail.progress import Progress
 from gradientmail.run import Fragment, Run
 

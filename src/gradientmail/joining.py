@@ -13,8 +13,9 @@ from gradientmail.backend.base import Backend
 from gradientmail.clock import Clock
 from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, Sealing
+from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.records import Manifest, Ref
+from gradientmail.exchange.sealing import Payload, Sealing
 from gradientmail.handoff import Version
 from gradientmail.progress import Progress
 from gradientmail.run import Fragment, Run, check_schema, payload_arrays, read_run

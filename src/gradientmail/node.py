@@ -25,9 +25,10 @@ from gradientmail.events import (
     StoreUnavailable,
     TaskFailed,
 )
-from gradientmail.exchange.exchange import Exchange, Payload
+from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.lease import Lease
 from gradientmail.exchange.records import Manifest, Ref
+from gradientmail.exchange.sealing import Payload
 from gradientmail.failures import Failures
 from gradientmail.handoff import Handoff, Version
 from gradientmail.joining import create_run, find_run, newest_versions, rounds_held

@@ -8,9 +8,9 @@ from gradientmail.algorithm.precision import QUANTIZED, delta_specs, outer_specs
 from gradientmail.algorithm.schedule import Schedule
 from gradientmail.backend.base import Array, Backend
 from gradientmail.errors import ProtocolError, RunConfigMismatch, SchemaMismatch
-from gradientmail.exchange.exchange import Payload
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Manifest
+from gradientmail.exchange.sealing import Payload
 from gradientmail.schema import Schema, TensorSpec, schema_differences, schema_digest
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
-from gradientmail.exchange.records import RoundRecord, SnapshotRecord
+from gradientmail.exchange.records import RoundRecord
 
 RACERS = 4
 """Claims on one round that are deleted unseen."""
@@ -29,12 +29,15 @@ def known_keys(
     *,
     claims: int,
     snapshots: Iterable[str],
-    records: Iterable[SnapshotRecord],
+    payloads: Iterable[str],
     expired: RoundRecord | None,
 ) -> list[str]:
-    """What the closer of a round knows can go: its inputs, and the payloads ``expired`` names."""
+    """What the closer of a round knows can go: its inputs, and the payloads ``expired`` names.
+
+    ``snapshots`` are the learners whose records are there, ``payloads`` the keys of their deltas.
+    """
     keys = [layout.snapshot_key(number, learner) for learner in snapshots]
-    keys += [record.payload.key for record in records]
+    keys += payloads
     # One claim more than is known, and the round before again: losers of a race come late.
     keys += [layout.claim_key(number, attempt) for attempt in range(1, claims + 2)]
     if number > 0:

@@ -323,7 +323,7 @@ class Syncer:
             number,
             claims=closing.claim,
             snapshots=sorted(closing.collector.reported),
-            records=closing.collector.accepted.values(),
+            payloads=closing.collector.payload_keys,
             expired=expired,
         )
         self._commits_in_a_row += 1

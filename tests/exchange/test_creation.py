@@ -10,7 +10,9 @@ from gradientmail.clock import inline
 from gradientmail.errors import ProtocolError
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import CREATIONS, Exchange
+from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Estimates, Manifest, Ref, RoundRecord
+from gradientmail.exchange.sealing import Sealing
 from gradientmail.mailbox.memory import MemoryMailbox
 from gradientmail.schema import TensorSpec
 
@@ -31,6 +33,35 @@ class Denying(MemoryMailbox):
     async def put_if_absent(self, key: str, data: Buffer, /) -> bool:
         self.left -= 1
         return self.left < 0 and await super().put_if_absent(key, data)
+
+
+@pytest.mark.parametrize("there", ["whole", "flipped", "cut", "longer", "nothing"])
+def test_a_payload_that_is_there_and_damaged_is_replaced(there: str) -> None:
+    """By the commit of a run that went back and took the same steps again, for one."""
+    payload_layout = PayloadLayout([TensorSpec("w", "F32", (4,))])
+    buffer = payload_layout.blank(lambda nbytes: memoryview(bytearray(nbytes)))
+    found = {
+        "whole": bytes(buffer),
+        "flipped": bytes(buffer)[:-1] + b"\x01",
+        "cut": bytes(buffer)[:-1],
+        "longer": bytes(buffer) + b"\0",
+        "nothing": b"",
+    }[there]
+
+    async def main() -> tuple[bytes, bool]:
+        mailbox = MemoryMailbox()
+        one = exchange(mailbox)
+
+        def key_of(digest: str, extension: str) -> str:
+            return layout.round_blob_key(0, digest, extension)
+
+        sealed = await one.seal(Sealing(buffer, payload_layout), key_of)
+        await mailbox.put_if_absent(sealed.ref.key, found)
+        payload = await one.store(sealed)
+        data = await mailbox.get(sealed.ref.key)
+        return bytes(data or b""), payload.buffer is buffer
+
+    assert asyncio.run(main()) == (bytes(buffer), True)
 
 
 def exchange(mailbox: MemoryMailbox) -> Exchange:

@@ -28,9 +28,10 @@ from gradientmail.committing import all_ended
 from gradientmail.errors import PayloadCorrupt
 from gradientmail.events import Event, TaskFailed
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, Sealing
+from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Ref
+from gradientmail.exchange.sealing import Payload, Sealing
 from gradientmail.loop_thread import LoopThread
 from gradientmail.schema import TensorSpec
 from gradientmail.verification import verify

@@ -10,8 +10,8 @@ from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.schedule import Schedule
 from gradientmail.backend import backend_for
 from gradientmail.buffers import BufferPool
-from gradientmail.exchange.exchange import Payload
 from gradientmail.exchange.records import Participant, Ref
+from gradientmail.exchange.sealing import Payload
 from gradientmail.handoff import Arrival, Blank, Handoff, Version
 from gradientmail.learner import Learner
 from gradientmail.node import planned

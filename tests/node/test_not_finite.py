@@ -92,6 +92,31 @@ def test_a_run_goes_on_when_all_learners_were_sick_at_once(learners: int) -> Non
     run_virtual(main, limit_seconds=5000)
 
 
+def test_the_deltas_of_rejected_snapshots_go_with_their_round() -> None:
+    def always(model: object, local_step: int) -> None:
+        assert isinstance(model, torch.nn.Module)
+        with torch.no_grad():
+            next(model.parameters()).fill_(math.nan)
+
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=8, fragments=8, in_flight=2))
+        nodes = [world.node("sick", change=always, poll=0.1), world.node("well", poll=0.1)]
+        for node in nodes:
+            await node.join()
+        training = asyncio.gather(*(node.train(60) for node in nodes))
+        most: list[int] = []
+        while not training.done():
+            await asyncio.sleep(0.5)
+            kept = world.archive.now("blobs/snapshots/")
+            most.append(len({key.split("/")[2] for key in kept}))
+        assert len(records(world.archive)) >= 30
+        assert max(most) <= 3  # two in flight, and the one that is swept just now
+        for node in nodes:
+            await node.kill()
+
+    run_virtual(main, limit_seconds=900)
+
+
 def test_a_model_that_stays_sick_hurts_only_its_node() -> None:
     def always(model: object, local_step: int) -> None:
         assert isinstance(model, torch.nn.Module)

@@ -21,10 +21,11 @@ from gradientmail.election import Election
 from gradientmail.errors import LearnerReplaced
 from gradientmail.exchange import exchange as exchange_module
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload
+from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.lease import Lease
 from gradientmail.exchange.lease_book import LeaseBook
 from gradientmail.exchange.records import RoundRecord
+from gradientmail.exchange.sealing import Payload
 from gradientmail.handoff import Outgoing
 from gradientmail.holding import Held, Holding
 from gradientmail.learner import Learner

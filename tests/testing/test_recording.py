@@ -12,9 +12,10 @@ from gradientmail.algorithm.precision import encode_tensors, scale_name
 from gradientmail.backend.numpy import NumpyBackend
 from gradientmail.clock import inline
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange, Payload, Sealing
+from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Manifest, SnapshotRecord
+from gradientmail.exchange.sealing import Payload, Sealing
 from gradientmail.node import planned
 from gradientmail.run import arrays_over
 from gradientmail.schema import TensorSpec, schema_digest

@@ -9,7 +9,6 @@ nothing is downloaded twice and two users of one version share one buffer.
 """
 
 import asyncio
-import hashlib
 from collections.abc import (
     Awaitable,
     Buffer,
@@ -27,7 +26,7 @@ from gradientmail.buffers import show
 from gradientmail.clock import Offload
 from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.exchange import compression, layout
-from gradientmail.exchange.payload import PayloadLayout, Slot, sha256_hex
+from gradientmail.exchange.payload import PayloadLayout, sha256_hex
 from gradientmail.exchange.records import (
     MANIFEST_LIMIT,
     ROUND_LIMIT,
@@ -38,62 +37,11 @@ from gradientmail.exchange.records import (
     RoundRecord,
     SnapshotRecord,
 )
+from gradientmail.exchange.sealing import Payload, Sealed, Sealing
 from gradientmail.mailbox.base import Mailbox, get_at_most
 
 CREATIONS = 5
 """How often an object is to be created that is neither created nor there."""
-
-
-class Payload:
-    """A stored payload in memory: its ref, its uncompressed bytes, where its tensors lie."""
-
-    __slots__ = ("__weakref__", "buffer", "ref", "slots", "sole", "squares")
-
-    def __init__(self, ref: Ref, buffer: memoryview, slots: Mapping[str, Slot]) -> None:
-        self.ref = ref
-        self.buffer = buffer
-        self.slots = slots
-        self.squares: Mapping[str, float] | None = None
-        """``Σ x²`` of each tensor, if whoever made the payload has computed it."""
-        self.sole = False
-        """Whether the buffer is this process's own and its store has kept no view of it."""
-
-    def data(self, name: str) -> memoryview:
-        """The bytes of one tensor."""
-        slot = self.slots[name]
-        return self.buffer[slot.start : slot.stop]
-
-
-class Sealed:
-    """A payload ready to be stored: hashed, compressed if asked for, its key known."""
-
-    __slots__ = ("buffer", "layout", "ref", "stored")
-
-    def __init__(
-        self, ref: Ref, buffer: memoryview, stored: memoryview, payload_layout: PayloadLayout
-    ) -> None:
-        self.ref = ref
-        self.buffer = buffer
-        self.stored = stored
-        self.layout = payload_layout
-
-
-class Sealing:
-    """A payload that is hashed while it is still being written, from its start on."""
-
-    __slots__ = ("buffer", "hashed", "layout", "sha256")
-
-    def __init__(self, buffer: memoryview, payload_layout: PayloadLayout) -> None:
-        self.buffer = buffer
-        self.layout = payload_layout
-        self.sha256 = hashlib.sha256()
-        self.hashed = 0
-        """So many bytes are."""
-
-    def hash_until(self, stop: int) -> None:
-        """Take in the bytes up to ``stop``. Other threads run meanwhile."""
-        self.sha256.update(self.buffer[self.hashed : stop])
-        self.hashed = stop
 
 
 class Exchange:
@@ -163,14 +111,34 @@ class Exchange:
         return payload.ref.sha256 if plain else await self.sha256(payload.buffer)
 
     async def store(self, sealed: Sealed) -> Payload:
-        """Put the payload. Its key holds its hash, so that finding it there is success too."""
-        view, ended = show(sealed.stored)
-        storing = self.mailbox.put_if_absent(sealed.ref.key, view)
-        del view
-        await storing
+        """Put the payload. Its key holds its hash, so that finding it there is success too.
+
+        One that is damaged is replaced: the bytes of its hash are at hand.
+        """
+        created, ended = await self._put(sealed)
+        if not created and not await self._is_whole(sealed):
+            await self.mailbox.delete((sealed.ref.key,))
+            _, ended = await self._put(sealed)
         payload = self.hold(sealed.ref, sealed.buffer, sealed.layout)
         payload.sole = ended()
         return payload
+
+    async def _put(self, sealed: Sealed) -> tuple[bool, Callable[[], bool]]:
+        """Whether it was created, and what tells whether the store has let go of the bytes."""
+        view, ended = show(sealed.stored)
+        storing = self.mailbox.put_if_absent(sealed.ref.key, view)
+        del view
+        return await storing, ended
+
+    async def _is_whole(self, sealed: Sealed) -> bool:
+        """Whether what is there already is these very bytes: a disk may have changed it."""
+        try:
+            stored = await self._stored(sealed.ref, sealed.layout)
+            if stored is not None:
+                await self._offload(_check, stored, sealed.ref)
+        except PayloadCorrupt:
+            return False
+        return stored is not None
 
     def hold(self, ref: Ref, buffer: memoryview, payload_layout: PayloadLayout) -> Payload:
         """Remember a payload that was made here instead of fetched."""

@@ -14,9 +14,9 @@ from gradientmail.algorithm.merge import Fold, contribution_weight
 from gradientmail.algorithm.outer import FragmentState, Transition, apply_update, outer_steps
 from gradientmail.algorithm.precision import LARGEST, decode_tensors, fp32_array
 from gradientmail.backend.base import Array, Backend
-from gradientmail.exchange.exchange import Payload
 from gradientmail.exchange.payload import PayloadLayout, sha256_hex
 from gradientmail.exchange.records import SnapshotRecord
+from gradientmail.exchange.sealing import Payload
 from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
 from gradientmail.schema import TensorSpec
 from gradientmail.verification.reading import memory

@@ -7,9 +7,10 @@ from gradientmail.algorithm.merge import Fold
 from gradientmail.backend.base import Backend
 from gradientmail.collecting import judge
 from gradientmail.errors import PayloadCorrupt
-from gradientmail.exchange.exchange import Exchange, Payload
+from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Participant, Ref, RoundRecord, SnapshotRecord
+from gradientmail.exchange.sealing import Payload
 from gradientmail.run import Fragment, Run
 from gradientmail.verification.arithmetic import Arithmetic, State
 from gradientmail.verification.reading import read_snapshot
