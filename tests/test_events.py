@@ -174,6 +174,21 @@ SENTENCES: list[tuple[Event, str]] = [
         "round 3 has waited 30 s: accepted a, of 2 needed; rejected b",
     ),
     (
+        events.NothingShared(learner="a", steps=0, every=13),
+        (
+            "a never called session.step, and its model was changed: that is dropped, and the "
+            "model holds the run's parameters. Call it after every optimizer step"
+        ),
+    ),
+    (
+        events.NothingShared(learner="a", steps=9, every=13),
+        (
+            "no round has any of the 9 steps of a: they are dropped, and the model holds the "
+            "run's parameters. A round is due every 13 steps and takes some tenths of a second; "
+            "train longer, or pass flush_on_close=True to DiLoCo"
+        ),
+    ),
+    (
         events.StateRestored(local_step=9, kept=(0, 1), moved=(), steps_replaced=0),
         "goes on at local step 9, with the local parameters of 2 fragments",
     ),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradientmail.backend.base import Array, Backend, Parameters
-from gradientmail.events import StateRestored
+from gradientmail.events import NothingShared, StateRestored
 from gradientmail.exchange.records import RoundRecord
 from gradientmail.learner import Counts, Learner
 from gradientmail.run import Fragment, Run, arrays_over
@@ -80,14 +80,38 @@ class Checkpoint:
         }
 
     def _copy(self, fragment: Fragment) -> dict[str, Array]:
+        return self._copied(fragment)[1]
+
+    def _copied(self, fragment: Fragment) -> tuple[memoryview, dict[str, Array]]:
+        """The parameters as they are, as a payload and the arrays over it."""
         buffer = memoryview(bytearray(fragment.theta.nbytes))  # it may be kept for ever: not pooled
         arrays = arrays_over(self.backend, buffer, fragment.theta)
         self.parameters.capture(arrays)()
-        return arrays
+        return buffer, arrays
 
     def _run_id(self) -> str:
         refs = "".join(ref.sha256 for ref in self.run.manifest.init)
         return hashlib.sha256(refs.encode()).hexdigest()
+
+    # Leaving
+
+    def unshared(self) -> NothingShared | None:
+        """What to tell when no round has anything of this node, None when there is nothing."""
+        steps = self.learner.local_step
+        if not steps and not any(map(self._has_moved, self.run.fragments)):
+            return None
+        every = -(-self.run.algorithm.sync_every // len(self.run.fragments))
+        return NothingShared(learner=self.name, steps=steps, every=every)
+
+    def _has_moved(self, fragment: Fragment) -> bool:
+        """Whether parameters differ from the commit that they were aligned with."""
+        buffer, _ = self._copied(fragment)
+        committed = self.learner.versions[fragment.index].payload
+        return any(
+            buffer[slot.start : slot.stop] != committed.data(name)
+            for name, slot in fragment.theta.slots.items()
+            if name not in self.run.averaged
+        )
 
     # Restoring
 

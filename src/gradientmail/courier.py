@@ -70,7 +70,7 @@ class Courier:
         self.woken = Signal()
         self.silent = False
         """Set when a newer process has this learner's id: nothing more is published."""
-        self._in_time = -1
+        self.in_time = -1
         """The last round whose snapshot was there before the round closed."""
         self._unreadable = (-1, 0)
         """A round whose parameters could not be read, though it is the newest, and how often."""
@@ -111,7 +111,7 @@ class Courier:
             round_seconds=self._watch.round_seconds,
             step_seconds=self._handoff.step_seconds,
             poll_interval=self._watch.poll_interval,
-            late=self._in_time < self._last_published < self._watch.next_round,
+            late=self.in_time < self._last_published < self._watch.next_round,
             idle=self._handoff.news and now - self._told_at > self._watch.round_seconds,
         )
 
@@ -221,7 +221,7 @@ class Courier:
         if self._watch.next_round <= outgoing.round:
             # Only now: the syncer may write over it, and nothing is uploaded again from here on.
             self._exchange.deltas[outgoing.round] = payload
-            self._in_time = outgoing.round
+            self.in_time = outgoing.round
         if data is not None:
             self._watch.found_snapshot(outgoing.round, self._learner, data)
         self._watch.hurry(outgoing.round, 4)

@@ -17,6 +17,7 @@ from gradientmail.health import (  # noqa: F401 - users find all events in this 
     DeltasParallel,
     LearnerMissing,
     MomentumLost,
+    NothingShared,
     ParametersNotFinite,
     ParametersOutOfRange,
     RoundWaits,

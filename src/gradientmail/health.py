@@ -137,6 +137,31 @@ class RoundWaits(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NothingShared(Event):
+    """A session ends of which nothing is in any round: what its model learned is dropped."""
+
+    level: ClassVar[int] = logging.WARNING
+    learner: str
+    steps: int
+    """How often ``step`` was called."""
+    every: int
+    """Steps after which a round is due."""
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return (
+                f"{self.learner} never called session.step, and its model was changed: that is "
+                "dropped, and the model holds the run's parameters. Call it after every optimizer "
+                "step"
+            )
+        return (
+            f"no round has any of the {self.steps} steps of {self.learner}: they are dropped, and "
+            f"the model holds the run's parameters. A round is due every {self.every} steps and "
+            "takes some tenths of a second; train longer, or pass flush_on_close=True to DiLoCo"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateRestored(Event):
     """``load_state_dict`` has put local progress of an earlier process back into the model."""
 

@@ -310,6 +310,7 @@ class Session:
         def patience() -> float:
             return self._settings.lease_timeout + self._handoff.takeover_seconds
 
+        unshared = self._checkpoint.unshared()
         missed = self._learner.leave(patience)
         courier = self._node.courier
         if missed:
@@ -318,6 +319,8 @@ class Session:
             with contextlib.suppress(TimeoutError):
                 self._thread.call(courier.bring_newest(), LEAVE_SECONDS)
             self._learner.take_news()
+            if unshared is not None and courier.in_time < 0:
+                self._announce(unshared)
         self._learner.settle()
 
     def _end(self, *, clean: bool, announce: bool = True) -> None:
@@ -330,9 +333,8 @@ class Session:
         atexit.unregister(self._abandon)
         patience = LEAVE_SECONDS if clean else ABANDON_SECONDS
         try:
-            self._thread.call(self._node.leave(patience=patience, finish=clean), patience + 0.3)
-        except TimeoutError:
-            pass  # the store hangs; the lease will run out by itself
+            with contextlib.suppress(TimeoutError):  # the store hangs; the lease will run out
+                self._thread.call(self._node.leave(patience=patience, finish=clean), patience + 0.3)
         finally:
             while self._handoff.events:
                 self._announce(self._handoff.events.popleft())

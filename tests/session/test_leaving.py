@@ -303,6 +303,43 @@ def test_without_flush_local_steps_are_dropped() -> None:
     assert session.rounds_seen == -1
 
 
+@pytest.mark.parametrize(
+    ("steps", "told", "rounds", "flush"),
+    [
+        (0, True, 0, False),
+        (0, False, 0, False),
+        (3, True, 0, False),
+        (3, False, 0, True),
+        (50, False, 1, False),
+        (0, False, 1, False),
+        (0, True, 1, False),
+    ],
+)
+def test_training_that_is_in_no_round_is_told(
+    steps: int, told: bool, rounds: int, flush: bool
+) -> None:
+    """``step`` was forgotten, or came too seldom; not when there was nothing to lose."""
+    box, heard = gm.MemoryMailbox(), Events()
+    algorithm = gm.DiLoCo(sync_every=100, fragments=2, flush_on_close=flush)
+    if rounds:  # of an earlier session
+        model = net()
+        with gm.Session(model, algorithm=algorithm, mailbox=box, **QUICK) as session:
+            train_until(session, model, 1)
+    model = net()
+    with gm.Session(model, algorithm=algorithm, mailbox=box, callbacks=[heard], **QUICK) as session:
+        committed = parameters(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(steps):
+            train_step(model, optimizer, step)
+            session.step(samples=6)
+        if told and not steps:
+            train_step(model, optimizer, 0)
+    found = heard.of(events.NothingShared)
+    assert [(event.steps, event.every) for event in found] == ([(steps, 50)] if told else [])
+    if told:
+        assert all(torch.equal(committed[name], now) for name, now in parameters(model).items())
+
+
 SCRIPT = textwrap.dedent(
     """
     import os, sys, time
