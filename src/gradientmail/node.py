@@ -303,8 +303,11 @@ class Node:
                 # Soon again: after ``lease_every`` once more the others would call this node lost.
                 pause = min(failures.failed("lease", error), max(every / 4, failures.first_seconds))
                 continue
-            failures.worked("lease")
             pause = every
+            if self._lease.untidy is None:
+                failures.worked("lease")
+            else:  # the lease holds all the same
+                failures.failed("lease", self._lease.untidy)
             if not held:
                 self._step_aside()
                 return

@@ -252,6 +252,29 @@ def test_who_finds_its_last_beat_by_key_has_not_been_replaced() -> None:
     assert asyncio.run(main()) == (True, False, 4, (layout.beat_key("a", 4),))
 
 
+def test_beats_that_may_not_be_deleted_hold_up_no_renewal_and_no_restart() -> None:
+    class Denying(MemoryMailbox):
+        @override
+        async def delete(self, keys: Iterable[str], /) -> None:
+            raise PermissionError("deletes are denied")
+
+    async def main() -> tuple[list[int], list[str]]:
+        mailbox = Denying()
+        killed, again = Lease(mailbox, "a", "old"), Lease(mailbox, "a", "new")
+        await killed.acquire()
+        beats, told = list[int](), list[str]()
+        await again.acquire()
+        for _ in range(3):
+            beats.append(again.beat)
+            told.append(str(again.untidy))
+            assert await again.renew()
+        with pytest.raises(PermissionError, match="deletes are denied"):
+            await again.release()
+        return beats, told
+
+    assert asyncio.run(main()) == ([2, 3, 4], ["deletes are denied"] * 3)
+
+
 def test_junk_that_cannot_be_deleted_is_gone_past() -> None:
     class Undeletable(MemoryMailbox):
         @override

@@ -19,7 +19,6 @@ first writes how far the swept beats went, and a lease begins beyond that.
 """
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
@@ -70,6 +69,8 @@ class Lease:
         self._shown = 0
         """The newest beat of when this process last looked who else is there."""
         self._released = self._replaced = False
+        self.untidy: Exception | None = None
+        """Why older beats could not be deleted the last time; it holds nobody up."""
         self.beat = 0
 
     async def acquire(self) -> None:
@@ -131,9 +132,8 @@ class Lease:
         lost = None if self._shown in own else self._shown
         if self._is_replaced(others, lost, noted=max(_noted(keys), default=0)):
             self._replaced = True
-            with contextlib.suppress(Exception):  # the newer one goes past what stays
-                await self._remove([*own, *([number] if written else [])])
-            return 0
+            await self._remove([*own, *([number] if written else [])])
+            return 0  # the newer one goes past what stays
         furthest = max(found, default=0)
         if furthest > self.beat or not written:
             self._learn_of(beat for n, beat in others.items() if n > self.beat)
@@ -174,6 +174,8 @@ class Lease:
             numbers = self._own(await self._mailbox.list(layout.beats_prefix(self._learner)))
             found, _ = await self._beats(sorted(numbers)[-MOST_OLDER:])
             await self._remove(n for n, beat in found.items() if self._goes_along(n, beat))
+            if self.untidy is not None:
+                raise self.untidy
 
     def _goes_along(self, number: int, beat: Beat) -> bool:
         """Whether this beat is this process's, or one that it deletes when it leaves."""
@@ -237,8 +239,12 @@ class Lease:
 
     async def _remove(self, numbers: Iterable[int]) -> None:
         keys = [layout.beat_key(self._learner, number) for number in numbers]
-        if keys:
-            await self._mailbox.delete(keys)
+        self.untidy = None
+        try:
+            if keys:
+                await self._mailbox.delete(keys)
+        except Exception as error:
+            self.untidy = error
 
 
 async def _swept_so_far(mailbox: Mailbox) -> int:
