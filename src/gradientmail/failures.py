@@ -8,6 +8,8 @@ from gradientmail.event import Event
 from gradientmail.events import TaskFailed
 
 LONGEST_PAUSE_SECONDS = 30.0
+SOON = 8
+"""So many tries follow each other at the first pause: most faults are short."""
 
 
 @dataclass(slots=True)
@@ -34,7 +36,8 @@ class Failures:
     def failed(self, task: str, error: Exception, number: int | None = None) -> float:
         """Tell of it if that is due; how many seconds to wait before the next try.
 
-        ``number`` is the round that it was for. Each pause is twice the one before, 30 s at most.
+        ``number`` is the round that it was for. After some tries each pause is twice the one before,
+        30 s at most.
         """
         streak = self._streaks.setdefault(task, _Streak())
         streak.count += 1
@@ -43,7 +46,7 @@ class Failures:
             streak.told = said
             self._announce(TaskFailed(task=task, error=said, round=number, times=streak.count))
         longest = max(LONGEST_PAUSE_SECONDS, self.first_seconds)
-        return min(self.first_seconds * 2.0 ** min(streak.count - 1, 60), longest)
+        return min(self.first_seconds * 2.0 ** min(max(streak.count - SOON, 0), 60), longest)
 
     async def wait(
         self, clock: Clock, seconds: float, changed: Signal, stopping: Flag | None = None

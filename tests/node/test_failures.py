@@ -11,7 +11,7 @@ from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.errors import MailboxRefused
 from gradientmail.event import Event
 from gradientmail.events import TaskFailed
-from gradientmail.failures import Failures
+from gradientmail.failures import SOON, Failures
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 from gradientmail.testing.virtual_time import run_virtual
@@ -23,8 +23,9 @@ def test_the_same_failure_is_told_the_first_second_fourth_time() -> None:
     told: list[Event] = []
     failures = Failures(told.append, 1.0)
     pauses = [failures.failed("publish", FULL, number) for number in range(200)]
-    assert pauses[:7] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert set(pauses[7:]) == {30.0}
+    assert pauses[:SOON] == [1.0] * SOON
+    assert pauses[SOON : SOON + 5] == [2.0, 4.0, 8.0, 16.0, 30.0]
+    assert set(pauses[SOON + 5 :]) == {30.0}
     events = [event for event in told if isinstance(event, TaskFailed)]
     assert [event.times for event in events] == [1, 2, 4, 8, 16, 32, 64, 128]
     assert [event.round for event in events][:4] == [0, 1, 3, 7]
