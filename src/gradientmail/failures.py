@@ -36,8 +36,8 @@ class Failures:
     def failed(self, task: str, error: Exception, number: int | None = None) -> float:
         """Tell of it if that is due; how many seconds to wait before the next try.
 
-        ``number`` is the round that it was for. After some tries each pause is twice the one before,
-        30 s at most.
+        ``number`` is the round that it was for. After some tries each pause is twice the one
+        before, 30 s at most.
         """
         streak = self._streaks.setdefault(task, _Streak())
         streak.count += 1

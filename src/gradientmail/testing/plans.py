@@ -3,7 +3,7 @@
 A plan is a value: the same plan gives the same history, on every machine.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
@@ -146,7 +146,7 @@ def random_plan(seed: int) -> Plan:
         )
         for _ in range(random.randrange(7))
     )
-    algorithm = random.choice(ALGORITHMS)
+    algorithm = replace(random.choice(ALGORITHMS), commit_dtype=random.choice((None, None, "F32")))
     strikes = tuple(
         Strike(random.randrange(count), random.randrange(1, 200), random.choice(WORK_STRIKES))
         for _ in range(random.choice((0, 0, 1, 3)))
