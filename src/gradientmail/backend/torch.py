@@ -71,19 +71,17 @@ class TorchBackend(Backend):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"a model is a torch.nn.Module, not a {type(model).__qualname__}")
         buffers = [place for place in places(model, "buffer") if place.tensor.is_floating_point()]
-        trained = TrainedSet(model, buffers if averaged else ())
+        exchanged = buffers if averaged else []
+        trained = TrainedSet(model, exchanged)
         if not trained.parameters:
             raise ValueError("the model has no trainable parameter: none has requires_grad=True")
         parameters = TorchParameters(
-            torch,
-            trained.parameters,
-            buffers=buffers if averaged else (),
-            check=trained.check,
+            torch, trained.parameters, buffers=exchanged, check=trained.check
         )
         if not averaged:
             parameters.local_buffers = tuple(sorted(place.name for place in buffers))
-        exchanged = (*trained.parameters.values(), *(place.tensor for place in buffers))
-        if self._pinned is None and any(p.device.type == "cuda" for p in exchanged):
+        tensors = (*trained.parameters.values(), *(place.tensor for place in exchanged))
+        if self._pinned is None and any(one.device.type == "cuda" for one in tensors):
             self._pinned = BufferPool(allocate=partial(pinned_memory, torch))
         return parameters
 
