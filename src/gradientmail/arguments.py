@@ -65,7 +65,7 @@ def check_arguments(
     if not isinstance(algorithm, DiLoCo):
         raise TypeError(f"algorithm must be a DiLoCo, not {type(algorithm).__name__}")
     check_mailbox(mailbox)
-    if compression not in ("off", "zstd"):
+    if not isinstance(compression, str) or compression not in ("off", "zstd"):
         raise ValueError(f'compression must be "off" or "zstd", not {compression!r}')
     if compression == "zstd":
         require_zstandard()  # at once: a node that joins compresses nothing until it publishes
@@ -85,7 +85,7 @@ def check_formats(backend: Backend, schema: Schema, algorithm: DiLoCo) -> None:
 
 def bound(backend: Backend, model: object, buffers: object) -> Parameters:
     """What of ``model`` is exchanged; ``ValueError`` for another ``buffers`` than there are."""
-    if buffers not in ("local", "average"):
+    if not isinstance(buffers, str) or buffers not in ("local", "average"):
         raise ValueError(f'buffers must be "local" or "average", not {buffers!r}')
     return backend.bind_with_buffers(model) if buffers == "average" else backend.bind(model)
 

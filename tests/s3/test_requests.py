@@ -252,6 +252,7 @@ def test_no_size_hides_a_folder_in_the_place(
         ({"max_concurrency": 2.0}, "integer"),
         ({"request_checksums": "off"}, "when_supported"),
         ({"addressing": "host"}, "virtual"),
+        ({"addressing": [["path"]]}, "virtual"),
         ({"allow_overwrites": "no"}, "True or False"),
     ],
 )

@@ -60,6 +60,8 @@ BAD_SESSIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lease_timeout": -3}, ValueError, "lease_timeout"),
     ({"compression": "gzip"}, ValueError, "gzip"),
     ({"compression": None}, ValueError, "compression"),
+    ({"compression": torch.ones(2)}, ValueError, "compression must be"),
+    ({"buffers": torch.ones(2)}, ValueError, "buffers must be"),
     ({"model": object()}, TypeError, "torch.nn.Module"),
     ({"model": torch.zeros(3)}, TypeError, "model"),
     ({"model": torch.nn.ReLU()}, ValueError, "parameter"),
