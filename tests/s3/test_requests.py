@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import botocore.auth
+import numpy as np
 import pytest
 import torch
 from tests.s3 import servers
@@ -252,7 +253,7 @@ def test_no_size_hides_a_folder_in_the_place(
         ({"max_concurrency": 2.0}, "integer"),
         ({"request_checksums": "off"}, "when_supported"),
         ({"addressing": "host"}, "virtual"),
-        ({"addressing": [["path"]]}, "virtual"),
+        ({"addressing": np.array(["path", "auto"])}, "virtual"),
         ({"allow_overwrites": "no"}, "True or False"),
     ],
 )
