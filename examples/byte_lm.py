@@ -208,7 +208,10 @@ def parse_options() -> Options:
     )
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32 (default: 128)")
     parser.add_argument("--depth", type=int, default=3, help="blocks of the model (default: 3)")
-    return Options(**vars(parser.parse_args()))
+    options = Options(**vars(parser.parse_args()))
+    if options.width < 32 or options.width % 32:
+        parser.error(f"--width is a multiple of 32, not {options.width}")
+    return options
 
 
 def main() -> int:

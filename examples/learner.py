@@ -37,9 +37,16 @@ def say(text: str) -> None:
     print(time.strftime("%H:%M:%S"), text, flush=True)
 
 
+begun_with = math.inf
+"""The newest round when this learner joined; those before, which it hears of first, are no news."""
+
+
 def tell(event: events.Event) -> None:
     """What the others do, in plain words. Everything else is in the log of ``gradientmail``."""
+    global begun_with
     match event:
+        case events.Joined(rounds_seen=begun_with):
+            pass
         case events.LearnerAppeared(learner=learner):
             say(f"{learner} has joined")
         case events.LearnerLeft(learner=learner):
@@ -48,9 +55,9 @@ def tell(event: events.Event) -> None:
             say(f"{learner} is silent; the run goes on without it")
         case events.TookOver(previous=previous):
             say(f"this learner now closes the rounds, instead of {previous}")
-        case events.StoreUnavailable(error=error, retry_seconds=seconds):
-            say(f"the mailbox does not answer ({error}); trying again in {seconds:.0f} s")
-        case events.RoundSeen(round=number, learners=learners):
+        case events.StoreUnavailable():
+            say(str(event))
+        case events.RoundSeen(round=number, learners=learners) if number > begun_with:
             say(f"round {number} is made of what {' and '.join(learners)} learned")
         case _:
             pass
@@ -61,6 +68,7 @@ def await_others(where: str, learner: str, options: argparse.Namespace) -> None:
     if options.world == 1:
         return
     barrier = Barrier(mailbox=gm.open_mailbox(options.mailbox), learner_id=learner)
+    say(f"waits {options.wait:g} s at most until all {options.world} have been here")
     try:
         barrier.wait(where, parties=options.world, timeout=options.wait)
     except TimeoutError as missing:
@@ -111,6 +119,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32 (default: 128)")
     parser.add_argument("--depth", type=int, default=2, help="blocks of the model (default: 2)")
     options = parser.parse_args()
+    if options.width < 32 or options.width % 32:
+        parser.error(f"--width is a multiple of 32, not {options.width}")
     if not 0 <= options.rank < options.world:
         parser.error(f"--rank is from 0 to {options.world - 1} when --world is {options.world}")
     return options
@@ -125,6 +135,7 @@ def main() -> int:
     # Before joining: the others wait for a learner that is in the run and not yet ready to train.
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
     learner = f"rank-{options.rank}"
+    say(f"{learner} looks for the run in {options.mailbox}")
     try:
         with gm.Session(
             model,
@@ -150,6 +161,8 @@ def main() -> int:
         return 130
     except gm.GradientMailError as error:
         say(f"{type(error).__name__}: {error}")
+        if isinstance(error, gm.RunConfigMismatch) and "quorum_size" in str(error):
+            say("quorum_size is --world: give the one that the run was begun with")
         return 1
     say(
         f"done after {rounds} rounds: {held_out_loss(model):.2f} bits per byte of text that nobody "

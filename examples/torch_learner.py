@@ -9,6 +9,7 @@ that their parameters have the same names, dtypes and shapes.
 
 import argparse
 import math
+import sys
 from random import Random
 
 import torch
@@ -84,4 +85,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("stopped; start it again with the same line to go on")
+        sys.exit(130)

@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, fields, is_dataclass
 import pytest
 
 from gradientmail import events
+from gradientmail.event import shown_bytes
 from gradientmail.events import (
     Announcer,
     BuffersStayLocal,
@@ -133,9 +134,8 @@ SENTENCES: list[tuple[Event, str]] = [
     (
         events.ParametersOutOfRange(round=3, tensors=("w",)),
         (
-            "round 3: the outer step goes beyond the range of 1 tensors (w), which hold the "
-            "largest finite values instead; some learner diverges, or the learning rates are "
-            "too high"
+            "round 3: the outer step goes beyond the range of 1 tensor (w); the largest finite "
+            "values are there instead. Some learner diverges, or the learning rates are too high"
         ),
     ),
     (
@@ -226,10 +226,29 @@ def test_an_event_is_a_sentence(event: Event, sentence: str) -> None:
 def test_a_long_list_of_tensors_is_cut() -> None:
     names = tuple(f"t{i}" for i in range(7))
     said = str(events.ParametersNotFinite(tensors=names, round=1))
-    assert "7 tensors are not finite (t0, t1, t2, t3, t4, …)" in said
+    assert "not finite: 7 tensors (t0, t1, t2, t3, t4, …);" in said
     assert "optimizer state" in said
     assert "reset" in said
-    assert "…" not in str(events.ParametersNotFinite(tensors=names[:2], round=1))
+    assert "2 tensors (t0, t1);" in str(events.ParametersNotFinite(tensors=names[:2], round=1))
+    assert "1 tensor (t0);" in str(events.ParametersNotFinite(tensors=names[:1], round=1))
+    out = events.ParametersOutOfRange(round=1, tensors=names[:1])
+    assert "range of 1 tensor (t0);" in str(out)
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (1_234_567, "1.2 MiB"),
+        (3 * 2**29, "1.5 GiB"),
+        (5 * 2**40, "5120.0 GiB"),
+    ],
+)
+def test_a_size_is_never_shown_as_nothing(count: int, shown: str) -> None:
+    assert shown_bytes(count) == shown
 
 
 def every_kind() -> list[type[Event]]:

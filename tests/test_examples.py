@@ -176,6 +176,21 @@ def test_twins_of_two_frameworks_join_one_run(tmp_path: Path) -> None:
         assert found, lines
         assert int(found[1]) >= 15
         assert float(found[2]) < 8.0
+    alone = [sys.executable, str(EXAMPLES / "torch_learner.py"), str(tmp_path / "b")]
+    waiting = subprocess.Popen(
+        [*alone, "--learners", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert waiting.stdout is not None
+        assert "waits until 2 are there" in waiting.stdout.readline()
+        waiting.send_signal(signal.SIGINT)
+        said, errors = waiting.communicate(timeout=PATIENCE_SECONDS)
+    finally:
+        waiting.kill()
+        waiting.communicate()
+    assert waiting.returncode == 130
+    assert said == "stopped; start it again with the same line to go on\n"
+    assert "Traceback" not in errors
     twins = {lines.split(" ", 1)[0] for lines in shown}
     by_round = dict(participants(run))
     assert [by_round[number] for number in range(16)] == [twins] * 16
@@ -209,6 +224,8 @@ def test_one_script_on_every_machine_goes_on_after_a_kill(tmp_path: Path) -> Non
         shown += stopped.communicate(timeout=PATIENCE_SECONDS)[0].splitlines(keepends=True)
         assert stopped.returncode == 130
     text = "".join(shown)
+    assert re.match(rf"\d\d:\d\d:\d\d rank-0 looks for the run in file://{run}\n", text)
+    assert "waits 60 s at most until all 2 have been here" in text
     assert "rank-0 of 2 learners is in the run, which begins" in text
     assert "is made of what rank-0 and rank-1 learned" in text
     assert text.endswith("stopped; start it again with the same line to go on\n")
@@ -224,9 +241,34 @@ def test_one_script_on_every_machine_goes_on_after_a_kill(tmp_path: Path) -> Non
             end = re.search(r"done after (\d+) rounds: \d\.\d\d bits per byte of text", text)
             assert end, text
             ends.append(end)
+            told = [int(n) for n in re.findall(r" round (\d+) is made of", text)]
+            begun = re.search(r"which has (\d+) rounds already", text)
+            assert begun is not None
+            # Only what came after it joined is news.
+            assert told == sorted(told)
+            assert [number for number in told if number < int(begun[1])] == []
     assert ends[0][0] == ends[1][0]
     assert int(ends[0][1]) >= rounds
     with learner(0, *bounded, "--width", "64") as wider:
         text = wider.communicate(timeout=PATIENCE_SECONDS)[0]
     assert wider.returncode == 1
     assert re.search(r"^\d\d:\d\d:\d\d SchemaMismatch: ", text, re.MULTILINE), text
+    with learner(0, *bounded, "--world", "3") as third:
+        text = third.communicate(timeout=PATIENCE_SECONDS)[0]
+    assert third.returncode == 1
+    assert "quorum_size: 3 here, 2 in the run" in text
+    assert text.endswith(" quorum_size is --world: give the one that the run was begun with\n")
+
+
+def test_options_that_no_learner_can_have_are_named() -> None:
+    for script in ("byte_lm.py", "learner.py memory://x"):
+        name, *options = script.split()
+        wrong = subprocess.run(
+            [sys.executable, str(EXAMPLES / name), *options, "--width", "100"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE_SECONDS,
+        )
+        assert wrong.returncode == 2
+        assert wrong.stderr.endswith("--width is a multiple of 32, not 100\n")

@@ -13,4 +13,12 @@ class Event:
     level: ClassVar[int] = logging.INFO
 
 
+def shown_bytes(count: int) -> str:
+    """``512 bytes``, ``3.4 KiB``, ``2.0 MiB``, ``1.5 GiB``: so that no size reads as 0.0."""
+    if count < 2**10:
+        return f"{count} byte{'' if count == 1 else 's'}"
+    power = min((count.bit_length() - 1) // 10, 3)
+    return f"{count / 2 ** (10 * power):.1f} {' KMG'[power]}iB"
+
+
 type Callback = Callable[[Event], object]

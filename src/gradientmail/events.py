@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradientmail.event import Callback, Event
+from gradientmail.event import Callback, Event, shown_bytes
 from gradientmail.health import (  # noqa: F401 - users find all events in this module
     DeltasParallel,
     LearnerMissing,
@@ -89,7 +89,7 @@ class SnapshotPublished(Event):
         final = "final " if self.final else ""
         return (
             f"round {self.round}: published {final}delta of {self.steps} steps "
-            f"({self.nbytes / 2**20:.1f} MiB in {self.seconds:.2f} s)"
+            f"({shown_bytes(self.nbytes)} in {self.seconds:.2f} s)"
         )
 
 

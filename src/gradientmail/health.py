@@ -11,7 +11,9 @@ from gradientmail.event import Event
 
 
 def _shown(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    """``1 tensor (w)``, or ``7 tensors (a, b, c, d, e, …)``."""
+    listed = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    return f"{len(names)} tensor{'' if len(names) == 1 else 's'} ({listed})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +29,8 @@ class ParametersNotFinite(Event):
 
     def __str__(self) -> str:
         return (
-            f"round {self.round}: {len(self.tensors)} tensors are not finite "
-            f"({_shown(self.tensors)}); no delta of them was published and they were put back "
-            "to the last committed values; optimizer state may hold NaN too and need a reset"
+            f"round {self.round}: not finite: {_shown(self.tensors)}; no delta was published, and "
+            "the last committed values are back; optimizer state may hold NaN too and need a reset"
         )
 
 
@@ -43,9 +44,9 @@ class ParametersOutOfRange(Event):
 
     def __str__(self) -> str:
         return (
-            f"round {self.round}: the outer step goes beyond the range of {len(self.tensors)} "
-            f"tensors ({_shown(self.tensors)}), which hold the largest finite values instead; some "
-            "learner diverges, or the learning rates are too high"
+            f"round {self.round}: the outer step goes beyond the range of {_shown(self.tensors)}; "
+            "the largest finite values are there instead. Some learner diverges, or the learning "
+            "rates are too high"
         )
 
 

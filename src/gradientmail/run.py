@@ -120,8 +120,8 @@ def check_algorithm(run: Run, algorithm: DiLoCo) -> None:
     if lines:
         shown = "\n  ".join(lines)
         raise RunConfigMismatch(
-            "the run under this mailbox was created with other options (this node's, then the "
-            f"run's):\n  {shown}\nUse the run's options, or another folder or prefix for a new run."
+            f"the run under this mailbox was created with other options:\n  {shown}\n"
+            "Use the run's options, or another folder or prefix for a new run."
         )
 
 
