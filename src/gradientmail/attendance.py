@@ -21,6 +21,9 @@ ALIKE = 3
 PARALLEL = 0.99
 """A mean cosine over this says that the learners have done the same."""
 
+FEW_POLLS = 5
+"""Of fewer polls than these in a round, each is a good part of it."""
+
 _REJECTED = {
     "zero_steps": "its parameters are not finite, and its own log names them",
     "schema": "it trains another model than the run's",
@@ -129,11 +132,12 @@ def explain_silence(
     ``late``: a snapshot of it found its round closed. ``idle``: no step came in a whole round.
     """
     pace = f"a round takes {round_seconds:.2g} s"
+    sooner = ", lower poll_interval" if poll_interval * FEW_POLLS > round_seconds else ""
     if late and poll_interval <= round_seconds:  # else it could not have known of the round
         return (
             f"its deltas are in the mailbox only when the rounds have closed ({pace}); make "
-            "uploads smaller (delta_dtype, compression) or rounds rarer (sync_every), or raise "
-            "quorum_size"
+            f"uploads smaller (delta_dtype, compression) or rounds rarer (sync_every){sooner}, or "
+            "raise quorum_size"
         )
     if idle:
         return (
@@ -148,7 +152,7 @@ def explain_silence(
         )
     return (
         f"they close before its delta is due ({pace}, a step here {step_seconds:.2g} s); raise "
-        "quorum_size, so that rounds wait for it, or sync_every"
+        f"quorum_size, so that rounds wait for it{sooner}, or raise in_flight or sync_every"
     )
 
 

@@ -90,8 +90,11 @@ def test_a_node_says_of_itself_what_it_knows() -> None:
     [
         ({"late": True}, "delta_dtype"),
         ({"idle": True}, "session.step was not called"),
+        ({"late": True}, "(sync_every), lower poll_interval, or raise quorum_size"),
+        ({"late": True, "poll_interval": 0.1}, "(sync_every), or raise quorum_size"),
         ({"poll_interval": 1.5}, "lower poll_interval"),
-        ({}, "quorum_size"),
+        ({}, "rounds wait for it, lower poll_interval, or raise in_flight"),
+        ({"poll_interval": 0.1}, "rounds wait for it, or raise in_flight"),
     ],
 )
 def test_the_likely_cause(facts: dict[str, float], said: str) -> None:

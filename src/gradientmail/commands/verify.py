@@ -38,7 +38,8 @@ REMEDIES = {
     "versions": _FOREIGN,
     "participants": _FOREIGN,
     "payloads": "put the object back from a copy of the mailbox; a node that still trains may hold "
-    "it and replaces it with the fragment's next commit; else see docs/damaged-mailbox.md",
+    "it and replaces it with the fragment's next commit; else see docs/damaged-mailbox.md. If you "
+    "have gone back as that page says: nothing, nobody needs it and the next commit ends this",
     "snapshots": "nothing: closers reject this contribution; delete its record if it stays",
     "bases": _FOREIGN,
     "commits": _FOREIGN,
