@@ -77,6 +77,7 @@ class Life:
         self._store = store
         self._clock = VirtualClock(self.own.clock_rate)
         self._tasks: list[asyncio.Task[None]] = []
+        self._joining: set[asyncio.Task[None]] = set()
         self._processes = 0
         self._training = True
         self._replaced = False
@@ -147,8 +148,13 @@ class Life:
         self._training = False
 
     async def leave(self) -> None:
-        """Close cleanly."""
+        """Close cleanly. A process that has not joined yet ends, as by Ctrl-C.
+
+        It would join only to leave, and end the one that was started after it.
+        """
         self._left = self._processes
+        for task in self._joining:
+            task.cancel()
         if self._tasks:
             await asyncio.wait([self._tasks[-1]])
 
@@ -197,7 +203,12 @@ class Life:
     async def _work(self, node: SimulatedNode, work: StrikingWork, process: int) -> None:
         if process == self._processes:
             self._heal()
-        await node.join()
+        task = self._tasks[process - 1]
+        self._joining.add(task)
+        try:
+            await node.join()
+        finally:
+            self._joining.discard(task)
         work.counts = True
         if process == self._processes:
             self.node, self._joined = node, process
