@@ -323,7 +323,7 @@ class Syncer:
             number,
             claims=closing.claim,
             snapshots=sorted(closing.collector.reported),
-            payloads=closing.collector.payload_keys,
+            payloads=sorted(closing.collector.payload_keys),
             expired=expired,
         )
         self._commits_in_a_row += 1

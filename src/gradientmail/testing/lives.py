@@ -77,7 +77,7 @@ class Life:
         self._store = store
         self._clock = VirtualClock(self.own.clock_rate)
         self._tasks: list[asyncio.Task[None]] = []
-        self._joining: set[asyncio.Task[None]] = set()
+        self._joining: list[asyncio.Task[None]] = []
         self._processes = 0
         self._training = True
         self._replaced = False
@@ -204,11 +204,11 @@ class Life:
         if process == self._processes:
             self._heal()
         task = self._tasks[process - 1]
-        self._joining.add(task)
+        self._joining.append(task)
         try:
             await node.join()
         finally:
-            self._joining.discard(task)
+            self._joining.remove(task)
         work.counts = True
         if process == self._processes:
             self.node, self._joined = node, process
