@@ -26,7 +26,7 @@ LAYERS = {
     **dict.fromkeys(("committing", "versions"), 6),
     **dict.fromkeys(("learner", "courier", "syncer"), 7),
     **dict.fromkeys(("node", "checkpoint"), 8),
-    **dict.fromkeys(("arguments", "verification"), 9),
+    **dict.fromkeys(("arguments", "verification", "blocking"), 9),
     **dict.fromkeys(("alignment", "patterns", "session"), 10),
     **dict.fromkeys(("testing", "__init__"), 11),
     "commands": 12,

@@ -1,21 +1,15 @@
 """``align``: the newest committed parameters of a run, for whoever does not train in it."""
 
-from random import Random
 from typing import Literal
 
 from gradientmail import opened
 from gradientmail.arguments import bound, check_mailbox
 from gradientmail.backend import backend_for
-from gradientmail.clock import MonotonicClock
+from gradientmail.blocking import Store
 from gradientmail.events import BuffersStayLocal, log_events
 from gradientmail.exchange.exchange import Exchange
 from gradientmail.joining import read_newest
-from gradientmail.loop_thread import LoopThread
 from gradientmail.mailbox.base import Mailbox
-from gradientmail.mailbox.retrying import RetryingMailbox
-
-STOP_SECONDS = 0.8
-"""What the store gets to end its calls when an error ends the reading."""
 
 
 def align(
@@ -30,6 +24,9 @@ def align(
         RuntimeError: the model is in an open session, which keeps it aligned by itself.
         SchemaMismatch: the run there trains a model with other parameters.
         PayloadCorrupt: its parameters cannot be read.
+        ProtocolError: another object of the run cannot be.
+        MailboxRefused, OSError: the store will not do it. One that is away is asked again until
+            it answers, and the log says so.
 
     """
     check_mailbox(mailbox)
@@ -40,14 +37,10 @@ def align(
             "this model is in an open session, which keeps it aligned by itself; align a copy of "
             "it (copy.deepcopy), or close the session first"
         )
-    thread = LoopThread("gradientmail-align")
+    store = Store(mailbox, "gradientmail-align")
     try:
-        exchange = Exchange(
-            RetryingMailbox(mailbox, clock=MonotonicClock(), random=Random()),
-            offload=thread.hash,
-            take=backend.pool().take,
-        )
-        found = thread.call(read_newest(exchange, parameters.schema, backend, parameters.averaged))
+        exchange = Exchange(store.mailbox, offload=store.hash, take=backend.pool().take)
+        found = store.call(read_newest(exchange, parameters.schema, backend, parameters.averaged))
         if found is None:
             return -1
         newest, versions = found
@@ -57,4 +50,4 @@ def align(
             parameters.apply(parameters.stage(version.arrays))
         return newest
     finally:
-        thread.stop(STOP_SECONDS)
+        store.stop()

@@ -68,8 +68,8 @@ class Election:
             reason = self._reason(began, claim, fresh=fresh) if looked else None
             if reason is not None:
                 again, mine = await self._take_over(number, claim, reason, began)
-                if mine:
-                    return again[0] if again is not None else None
+                if mine and again is not None:
+                    return again[0]
                 if again != claim:  # somebody else took over and has the full time to close
                     claim, began = again, self._clock.now()
                     continue

@@ -1,9 +1,11 @@
 """The only state that the training thread and the loop share.
 
-The training thread posts snapshots and takes arrivals; the loop does the reverse. Each field has
-one writer; queues are ``deque`` ends used by one thread each, and ``news`` is raised by the loop
-after what it announces is in place and lowered by the training thread before it looks, so that
-news may be looked at twice and is never missed. No lock is taken.
+The training thread posts snapshots and takes arrivals; the loop does the reverse. A field has one
+writer, or what both do to it is one step that the interpreter does not cut: the loop sets
+``repair`` and adds to ``blanks``, the training thread takes out; both take from ``arrivals``, the
+loop what is superseded. ``news`` is raised by the loop after what it announces is in place and
+lowered by the training thread before it looks, so that news may be looked at twice and is never
+missed. No lock is taken.
 """
 
 import contextlib

@@ -30,7 +30,7 @@ class Progress:
         self._on_record = on_record
         self.next_round = 0
         self.history: dict[int, RoundRecord] = {}
-        """By round, at least the last P and at most 2P + 1."""
+        """By round: the last P, if there are so many, and of P + 1 before those that were read."""
         self.blocked: ProtocolError | None = None
         """Why the next round cannot be committed: an object that is no record has its key."""
 

@@ -1,7 +1,6 @@
 """The user's object: puts a node together around a model and a mailbox.
 
-The only place that constructs concrete classes, and the owner of the one background thread that the
-loop half of the node runs on. The training thread is whichever calls ``step``.
+Owns the one background thread of the loop half; the training thread is whichever calls ``step``.
 """
 
 import atexit
@@ -79,7 +78,8 @@ class Session:
     Raises:
         SchemaMismatch: the run there trains a model with other parameters.
         RunConfigMismatch: the run there has other options.
-        PayloadCorrupt: the run's parameters cannot be read.
+        PayloadCorrupt, ProtocolError: its parameters, or other objects of it, cannot be read.
+        MailboxRefused, OSError: the store will not do it. One that is away is waited for.
         ValueError, TypeError: an argument is not usable; says which and why.
 
     """

@@ -400,6 +400,23 @@ def test_a_wrong_address_is_suspected_until_the_store_has_answered() -> None:
     assert "https://mistyped" in str(told[0])
 
 
+def test_align_tells_of_a_store_that_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
+    class Late(WrappedMailbox):
+        calls = 0
+
+        async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
+            self.calls += 1
+            if self.calls == 1:
+                raise gm.MailboxUnavailable("https://mistyped: no such host")
+            return await act()
+
+    with no_threads_left():
+        assert gm.align(net(), mailbox=Late(MemoryMailbox())) == -1
+    (told,) = caplog.messages
+    assert told.startswith("no answer from the mailbox yet: check its address, or wait;")
+    assert told.endswith("https://mistyped: no such host")
+
+
 def test_a_store_that_has_answered_is_away() -> None:
     class Stumbling(WrappedMailbox):
         calls = 0

@@ -9,10 +9,10 @@ import threading
 from dataclasses import dataclass, field
 
 from gradientmail.arguments import MOST_SECONDS, check_mailbox, count_of, seconds_of
+from gradientmail.blocking import Store
 from gradientmail.clock import Clock
 from gradientmail.exchange import layout
 from gradientmail.mailbox.base import Mailbox
-from gradientmail.patterns.store import Store
 
 GRACE_SECONDS = 1.0
 """After a timeout a call that the store has not answered gets so long, the first one above all."""

@@ -15,10 +15,11 @@ from types import TracebackType
 from typing import NoReturn, Self, override
 
 from gradientmail.arguments import check_mailbox, count_of
+from gradientmail.blocking import STOP_SECONDS, Store
 from gradientmail.clock import Clock
+from gradientmail.errors import ProtocolError
 from gradientmail.exchange import layout
-from gradientmail.mailbox.base import Mailbox
-from gradientmail.patterns.store import STOP_SECONDS, Store
+from gradientmail.mailbox.base import Mailbox, get_at_most
 
 CLOSE_SECONDS = 5.0
 """Leaving the context waits so long for a loader that is under way; then its thread is left."""
@@ -75,7 +76,10 @@ async def claim_unit(mailbox: Mailbox, clock: Clock, unit: str, learner: str) ->
     key = layout.unit_key(unit)
     while True:
         await mailbox.put_if_absent(key, learner.encode())
-        holder = await mailbox.get(key)
+        try:
+            holder = await get_at_most(mailbox, key, len(learner.encode()))
+        except ProtocolError:  # longer than this learner's id, so that it is another's
+            return False
         if holder is not None:
             return bytes(holder) == learner.encode()
         await clock.sleep(1.0)  # somebody deleted it in between, so that it is free again

@@ -27,6 +27,7 @@ class Store:
         self._thread = LoopThread(name)
         self.call = self._thread.call
         self.submit = self._thread.submit
+        self.hash = self._thread.hash
 
     def stop(self) -> None:
         """Cancel what is under way and end the thread."""
