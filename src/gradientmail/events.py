@@ -1,7 +1,7 @@
 """What happens in a session, one frozen dataclass an event.
 
 A callback is called with every event in order: on the session's background thread, for the
-last ones (``GaveUp``, ``Closed``) on the thread that closes the session, and for
+last ones (``GaveUp``, ``Closed``, what was still to be told) on the closing one, and for
 ``ParametersNotFinite`` inside ``step``, so that optimizer state can be reset before the next one.
 It should return soon; what it raises is logged and hurts nobody. ``str(event)`` is a plain
 sentence, which is what ``log_events`` logs. Seconds are on this node's monotonic clock.

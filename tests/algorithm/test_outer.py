@@ -19,7 +19,7 @@ from gradientmail.algorithm.outer import (
     apply_update,
     outer_steps,
 )
-from gradientmail.algorithm.precision import LARGEST, outer_specs, theta_specs, update_specs
+from gradientmail.algorithm.precision import LARGEST, outer_specs, update_specs
 from gradientmail.backend.base import Backend, Combination
 from gradientmail.schema import TensorSpec
 
@@ -74,7 +74,7 @@ def step(
     final: bool = False,
 ) -> tuple[State, dict[str, Placed]]:
     outer = blank(backend, outer_specs(specs, commit_dtype=commit_dtype))
-    new = State(blank(backend, theta_specs(specs)), outer)
+    new = State(blank(backend, specs), outer)
     update = blank(backend, update_specs(specs, commit_dtype))
     change = Transition(old.given(), deltas, new.given(), arrays(update), final)
     OuterStep(LR, BETA, commit_dtype)(backend, specs, change, take)
@@ -112,7 +112,7 @@ def test_parts_of_a_step_write_what_the_whole_one_does(
     }
     whole, parted = (
         {
-            "theta": blank(backend, theta_specs(specs)),
+            "theta": blank(backend, specs),
             "outer": blank(backend, outer_specs(specs, commit_dtype=commit_dtype)),
             "update": blank(backend, update_specs(specs, commit_dtype)),
         }
@@ -132,7 +132,7 @@ def test_parts_of_a_step_write_what_the_whole_one_does(
             assert all(written[payload].get(name, -1) < count for name, count in counts.items())
             written[payload] |= counts
     counted = {
-        "theta": theta_specs(specs),
+        "theta": specs,
         "outer": outer_specs(specs, commit_dtype=commit_dtype),
         "update": update_specs(specs, commit_dtype),
     }
@@ -146,7 +146,7 @@ def test_parts_of_a_step_write_what_the_whole_one_does(
 def test_contributions_are_let_go_when_all_has_moved(backend: Backend) -> None:
     specs = [TensorSpec("w", "F32", (64,))]
     blanks = [
-        blank(backend, theta_specs(specs)),
+        blank(backend, specs),
         blank(backend, outer_specs(specs, commit_dtype="F4")),
         blank(backend, update_specs(specs, "F4")),
     ]
@@ -182,7 +182,7 @@ def test_what_one_range_drives_beyond_is_held_in_all(
         sync_every=1, fragments=1, in_flight=1, outer_lr=1.0, commit_dtype=commit_dtype
     )
     outer = blank(backend, outer_specs(specs, commit_dtype=commit_dtype))
-    new = State(blank(backend, theta_specs(specs)), outer)
+    new = State(blank(backend, specs), outer)
     change = Transition(
         State({"w": put(backend, start)}, {}).given(),
         terms(backend, 1.0, {"w": push}),
@@ -262,7 +262,7 @@ def test_holder_of_the_old_theta_rebuilds_the_new_one_exactly(
     for turn in range(3):
         deltas = terms(backend, 0.1, draw(30 + turn))
         new, update = step(backend, specs, state, deltas, commit_dtype)
-        rebuilt = blank(backend, theta_specs(specs))
+        rebuilt = blank(backend, specs)
         old, out = arrays(state.theta), arrays(rebuilt)
         apply_update(backend, specs, old, arrays(update), commit_dtype, out, take)
         assert all(rebuilt[name].bytes() == theta.bytes() for name, theta in new.theta.items())
@@ -351,7 +351,7 @@ def held(
 ) -> tuple[State, tuple[str, ...]]:
     """A step without an update, and the names of the parameters that were held in range."""
     outer = blank(backend, outer_specs(specs, commit_dtype=None))
-    new = State(blank(backend, theta_specs(specs)), outer)
+    new = State(blank(backend, specs), outer)
     change = Transition(old.given(), deltas, new.given(), {}, final=False)
     names = OuterStep(LR, momentum, None)(backend, specs, change, take)
     return new, names
@@ -387,7 +387,7 @@ def test_an_update_too_large_for_its_format_arrives_in_parts(
     goal = torch.tensor([-1e6, 2e5, 1.0, 0.0])
     for turn in range(18):
         outer = blank(backend, outer_specs(specs, commit_dtype=commit_dtype))
-        new = State(blank(backend, theta_specs(specs)), outer)
+        new = State(blank(backend, specs), outer)
         update = blank(backend, update_specs(specs, commit_dtype))
         deltas = terms(backend, 1.0, {"w": -goal}) if turn == 0 else {"w": ()}
         change = Transition(state.given(), deltas, new.given(), arrays(update), final=False)

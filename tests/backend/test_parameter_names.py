@@ -8,7 +8,7 @@ import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as checkpoint
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from gradientmail.backend.torch_names import named_parameters
+from gradientmail.backend.torch_names import places
 
 
 def model() -> nn.Module:
@@ -21,7 +21,7 @@ PLAIN = ["0.weight", "0.bias", "1.0.weight", "1.0.bias", "2.weight", "2.bias"]
 
 
 def names(module: nn.Module) -> list[str]:
-    return [name for name, _ in named_parameters(module)]
+    return [place.name for place in places(module, "parameter")]
 
 
 def wrapped_by_ddp(module: nn.Module) -> nn.Module:
@@ -67,7 +67,9 @@ def test_plain_names_are_torchs_own() -> None:
 def test_wrappers_leave_no_trace(wrap: Callable[[nn.Module], nn.Module]) -> None:
     wrapped = wrap(model())
     assert names(wrapped) == PLAIN
-    assert {id(p) for _, p in named_parameters(wrapped)} == {id(p) for p in wrapped.parameters()}
+    assert {id(place.tensor) for place in places(wrapped, "parameter")} == {
+        id(p) for p in wrapped.parameters()
+    }
 
 
 @pytest.mark.parametrize("name", ["module", "_orig_mod", "_checkpoint_wrapped_module"])

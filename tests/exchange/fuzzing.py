@@ -143,8 +143,6 @@ def check_key_parsers(key: str) -> bool:
         made.append(layout.beat_key(*beat))
     if (blob := layout.parse_blob_key(key)) is not None:
         made.append(blob.key)
-    if (unit := layout.parse_unit_key(key)) is not None:
-        made.append(layout.unit_key(unit))
     if (arrival := layout.parse_arrival_key(key)) is not None:
         made.append(layout.arrival_key(*arrival))
     assert made in ([], [key]), (key, made)

@@ -25,7 +25,6 @@ PARSERS: list[Callable[[str], object]] = [
     layout.parse_claim_key,
     layout.parse_beat_key,
     layout.parse_blob_key,
-    layout.parse_unit_key,
     layout.parse_arrival_key,
 ]
 
@@ -86,13 +85,11 @@ def test_ids_come_back(r: int, n: int, learner: str, sha: str, ext: str) -> None
 @given(name=st.text(max_size=20), learner=ids)
 def test_names_come_back_or_are_refused(name: str, learner: str) -> None:
     try:
-        unit = layout.unit_key(name)
+        assert layout.unit_key(name) == f"units/{name}"
     except ValueError:
-        assert layout.parse_unit_key(f"units/{name}") is None
         with pytest.raises(ValueError, match="barrier name"):
             layout.arrival_key(name, learner)
     else:
-        assert layout.parse_unit_key(unit) == name
         assert layout.parse_arrival_key(layout.arrival_key(name, learner)) == (name, learner)
 
 
@@ -108,8 +105,6 @@ def rebuilt(key: str) -> str | None:
         return layout.beat_key(*beat)
     if (blob := layout.parse_blob_key(key)) is not None:
         return blob.key
-    if (unit := layout.parse_unit_key(key)) is not None:
-        return layout.unit_key(unit)
     if (arrival := layout.parse_arrival_key(key)) is not None:
         return layout.arrival_key(*arrival)
     return None

@@ -56,7 +56,7 @@ class FragmentState:
 class Transition:
     """From one committed version of a fragment to the next: what an outer step reads and writes.
 
-    ``new.theta`` has the arrays of ``theta_specs``, ``new.outer`` those of ``outer_specs`` and
+    ``new.theta`` has the arrays of the fragment, ``new.outer`` those of ``outer_specs`` and
     ``update``, when commits carry one, those of ``update_specs``. With ``final`` the step is
     ``master − Δ`` and the momentum stays.
 

@@ -36,11 +36,6 @@ def scale_name(name: str) -> str:
     return f"{name}.scale"
 
 
-def theta_specs(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """The payload of a fragment's parameters: each in its own dtype."""
-    return tuple(specs)
-
-
 def delta_specs(specs: Iterable[TensorSpec], dtype: str | None) -> tuple[TensorSpec, ...]:
     """The payload of deltas of these parameters at ``dtype``, ``None`` being each one's own.
 

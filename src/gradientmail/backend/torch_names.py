@@ -76,12 +76,6 @@ def places(model: Any, kind: Kind) -> Iterator[Place]:
             yield Place(name, table, key)
 
 
-def named_parameters(model: Any) -> Iterator[tuple[str, Any]]:
-    """Name and parameter of each of ``places``."""
-    for place in places(model, "parameter"):
-        yield place.name, place.tensor
-
-
 def modules(model: Any) -> Iterator[tuple[str, Any]]:
     """Each module once, with the prefix of its tensors' names, parents first."""
     return _modules("", model, _loaded_wrappers(), _loaded(*_SHARDING), set())

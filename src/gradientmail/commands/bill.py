@@ -91,10 +91,6 @@ class Requests:
     received_bytes: float = field(default=0.0)
     stored_bytes: float = field(default=0.0)
 
-    def microdollars(self, prices: Prices) -> float:
-        """What the requests of a round cost, which is dollars for a million rounds."""
-        return (self.puts + self.lists) * prices.writes + self.gets * prices.reads
-
 
 def requests_of(plan: Plan) -> Requests:
     """What one round asks of the store."""

@@ -27,7 +27,6 @@ CLAIMS = "claims/"
 LEASES = "leases/"
 SWEPT = "leases/_swept/"
 """How far the beats went that were swept. No learner's: ids have no ``_``."""
-BLOBS = "blobs/"
 BLOBS_INIT = "blobs/init/"
 BLOBS_ROUNDS = "blobs/rounds/"
 BLOBS_SNAPSHOTS = "blobs/snapshots/"
@@ -281,15 +280,6 @@ def parse_blob_key(key: str) -> BlobKey | None:
 def unit_key(unit: str) -> str:
     """The claim on a unit of a shared queue."""
     return check_key(UNITS + check_name(unit, "unit id"))
-
-
-def parse_unit_key(key: str) -> str | None:
-    """The unit whose claim ``key`` is."""
-    unit = key.removeprefix(UNITS)
-    try:
-        return unit if unit_key(unit) == key else None
-    except ValueError:
-        return None
 
 
 def arrivals_prefix(name: str) -> str:
