@@ -84,7 +84,7 @@ class Node:
         )
         token = f"{random.getrandbits(64):016x}"
         self._listed_beat = 0
-        self._lease = Lease(retrying, settings.learner, token, self._observe_leases)
+        self._lease = Lease(retrying, settings.learner, token, self._observe_leases, now=clock.now)
         self.rounds_seen = -1
         """The round that the model holds when it has joined, −1 for a fresh run."""
         self._tasks: list[asyncio.Task[None]] = []

@@ -328,12 +328,15 @@ def test_a_beat_names_the_newest_of_the_older_processes() -> None:
 
 def test_of_two_that_were_swept_the_newer_wins_whoever_wakes_first() -> None:
     async def main(first: int) -> list[bool]:
-        mailbox = MemoryMailbox()
-        older, newer = Lease(mailbox, "a", "old"), Lease(mailbox, "a", "new")
+        mailbox, hours = MemoryMailbox(), [0.0]
+        older, newer = (
+            Lease(mailbox, "a", token, now=lambda: 3600 * hours[0]) for token in ("old", "new")
+        )
         for lease in (older, newer):
             await lease.acquire()
             for _ in range(3):
                 assert await lease.renew()
+            hours[0] += 1.0
             await sweep_beats(mailbox, await mailbox.list(layout.beats_prefix("a")))
         woken = [older, newer, older] if first == 0 else [newer, older, newer]
         return [await lease.renew() for lease in woken]
@@ -356,6 +359,55 @@ def test_what_was_swept_since_of_another_learner_does_not_make_a_sleeper_the_new
         await sweep_beats(mailbox, [layout.beat_key("b", 1000)])
         await newer.renew()
         return [await older.renew(), await newer.renew()]
+
+    assert asyncio.run(main()) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("swept", "minutes"),
+    [
+        ("before it began", 1.0),
+        ("before it began", 600.0),
+        ("before it slept", 1.0),
+        ("before it slept", 600.0),
+        ("while it slept", 1.0),
+    ],
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_who_was_away_for_two_successors_knows_when_it_was_not_swept(
+    swept: str, minutes: float, first: int
+) -> None:
+    """Beats of another learner were, which had come further, so that a note covers its own.
+
+    Who slept for an hour, while there was a sweep, cannot know.
+    """
+
+    async def main() -> list[bool]:
+        mailbox, clock = MemoryMailbox(), [0.0]
+        sleeper, between, newest = (
+            Lease(mailbox, "a", token, now=lambda: clock[0]) for token in ("old", "mid", "new")
+        )
+
+        async def sweep() -> None:
+            await mailbox.put_if_absent(layout.beat_key("b", 60), b"{}")
+            await sweep_beats(mailbox, [layout.beat_key("b", 60)])
+
+        if swept == "before it began":
+            await sweep()
+        await sleeper.acquire()
+        await sleeper.renew()
+        if swept == "before it slept":
+            await sweep()
+            await sleeper.renew()
+        clock[0] += 60 * minutes
+        await between.acquire()
+        await between.release()
+        await newest.acquire()
+        if swept == "while it slept":
+            await sweep()
+        two = [sleeper, newest] if first == 0 else [newest, sleeper]
+        await asyncio.gather(*(lease.renew() for lease in two))
+        return [await sleeper.renew(), await newest.renew()]
 
     assert asyncio.run(main()) == [False, True]
 
@@ -550,7 +602,7 @@ def test_who_is_killed_in_a_sweep_leaves_nothing_that_the_next_sweep_does_not_fi
                 self._write()
                 await super().delete((key,))
 
-    async def main() -> tuple[int, Sequence[str]]:
+    async def main() -> tuple[int, int, Sequence[str]]:
         mailbox = Mortal()
         beats = [layout.beat_key("a", 5), layout.beat_key("a", 6), layout.beat_key("b", 2)]
         mailbox.left = 1000
@@ -565,11 +617,11 @@ def test_who_is_killed_in_a_sweep_leaves_nothing_that_the_next_sweep_does_not_fi
         await lease.release()
         if left := [key for key in await mailbox.list(layout.LEASES) if key in beats]:
             await sweep_beats(mailbox, left)
-        return lease.beat, await mailbox.list(layout.LEASES)
+        return lease.beat, len(left), await mailbox.list(layout.LEASES)
 
-    beat, keys = asyncio.run(main())
+    beat, left, keys = asyncio.run(main())
     assert beat == 7
-    assert list(keys) == [layout.swept_key(6 if writes else 4)]
+    assert list(keys) == [layout.swept_key(6 + (left > 0) if writes else 5)]
 
 
 def test_sweeps_note_only_the_furthest_beat_and_no_garbage() -> None:

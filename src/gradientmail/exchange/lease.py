@@ -20,10 +20,12 @@ first writes how far the swept beats went, and a lease begins beyond that.
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from gradientmail.errors import ProtocolError
 from gradientmail.exchange import layout
+from gradientmail.exchange.lease_book import KEPT_SECONDS
 from gradientmail.exchange.records import SMALL_LIMIT, Beat
 from gradientmail.mailbox.base import Mailbox, get_at_most
 
@@ -55,19 +57,24 @@ class Lease:
         learner: str,
         token: str,
         observe: Callable[[Sequence[str]], None] | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """``token`` is what tells this process from an earlier or later one of the same id.
 
-        ``observe`` is given the keys of all leases whenever a renewal has listed them.
+        ``observe`` is given the keys of all leases whenever a renewal has listed them. ``now``
+        tells seconds on this process's own clock.
         """
         self._mailbox = mailbox
         self._learner = learner
         self._token = token
         self._observe = observe
+        self._now = now
         self._turn = asyncio.Lock()
         self._older: tuple[str, ...] = ()
         self._shown = 0
         """The newest beat of when this process last looked who else is there."""
+        self._looked_at, self._noted = now(), 0
+        """When that was, and how far beats were swept by then."""
         self._released = self._replaced = False
         self.untidy: Exception | None = None
         """Why older beats could not be deleted the last time; it holds nobody up."""
@@ -78,7 +85,7 @@ class Lease:
 
         An older process with this id finds it when it renews.
         """
-        taken = 0
+        taken = noted = 0
         for look in itertools.count(1):
             keys = await self._mailbox.list(layout.beats_prefix(self._learner))
             numbers = sorted(number for number in self._own(keys) if number <= LAST_BEAT)
@@ -86,13 +93,14 @@ class Lease:
             if gone and look < MOST_LOOKS:
                 continue  # renewed meanwhile: the next beat counts
             if self.beat and (max(numbers, default=0) <= self.beat or self._is_known_to(found)):
-                self._shown = self.beat
+                self._has_looked(noted)
                 await self._remove(number for number in numbers if number < self.beat)
                 return
             # The first time, or one woke up that had gone further, between the listing and the put.
             self._learn_of(found.values())
             # After the own beats: a sweep writes this first, and then deletes.
-            first = max([*numbers, taken, await _swept_so_far(self._mailbox)]) + 1
+            noted = await _swept_so_far(self._mailbox)
+            first = max([*numbers, taken, noted]) + 1
             if first > LAST_FIRST and look < MOST_LOOKS:
                 await self._remove(numbers)  # nobody came there by renewing
             elif await self._put(first):
@@ -130,7 +138,8 @@ class Lease:
         others = {n: beat for n, beat in found.items() if beat.token != self._token}
         own = found.keys() - others.keys()
         lost = None if self._shown in own else self._shown
-        if self._is_replaced(others, lost, noted=max(_noted(keys), default=0)):
+        noted = max(_noted(keys), default=0)
+        if self._is_replaced(others, lost, noted):
             self._replaced = True
             await self._remove([*own, *([number] if written else [])])
             return 0  # the newer one goes past what stays
@@ -138,7 +147,7 @@ class Lease:
         if furthest > self.beat or not written:
             self._learn_of(beat for n, beat in others.items() if n > self.beat)
             return max(furthest, number) + 1
-        self._shown = number
+        self._has_looked(noted)
         await self._remove(n for n in {*numbers, *found} if n < number and n not in gone)
         return 0
 
@@ -153,8 +162,21 @@ class Lease:
         if any(beat.after is None and number > self.beat for number, beat in unknown.items()):
             return True
         # Who lost its last beat in a sweep is older than who begins after that, beyond that beat;
-        # who lost it to no sweep, than whoever is there. The note may tell of a later sweep.
-        return lost is not None and any(number > lost or lost > noted for number in unknown)
+        # who lost it to no sweep, than whoever is there.
+        if lost is None or not unknown:
+            return False
+        return max(unknown) > lost or not self._may_be_swept(lost, noted)
+
+    def _may_be_swept(self, lost: int, noted: int) -> bool:
+        """Whether it may have been a sweep that deleted the last beat: after an hour of silence.
+
+        Every sweep raises the note, and to no less than what it deletes.
+        """
+        silent = self._now() - self._looked_at
+        return silent > KEPT_SECONDS / 2 and noted >= lost and noted > self._noted
+
+    def _has_looked(self, noted: int) -> None:
+        self._shown, self._looked_at, self._noted = self.beat, self._now(), noted
 
     def _is_known_to(self, beats: Mapping[int, Beat]) -> bool:
         """Whether one of these was written by a process that knows this one to be older."""
@@ -264,7 +286,8 @@ async def sweep_beats(mailbox: Mailbox, beats: Sequence[str]) -> None:
     """
     numbers = [number for _, number in layout.beats_among(beats) if number <= LAST_SWEPT]
     noted = _noted(await mailbox.list(layout.SWEPT))
-    furthest = max(numbers + noted, default=0)
+    # One further at least: who sleeps meanwhile can tell that there was a sweep.
+    furthest = min(max([*numbers, *(number + 1 for number in noted)], default=0), LAST_SWEPT)
     if furthest not in noted:
         await mailbox.put_if_absent(layout.swept_key(furthest), b"{}")
     older = [layout.swept_key(number) for number in noted if number < furthest]
