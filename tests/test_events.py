@@ -108,8 +108,8 @@ SENTENCES: list[tuple[Event, str]] = [
     (
         events.StoreUnavailable(operation="get", error="gone", retry_seconds=0.5, answered=False),
         (
-            "no answer from the mailbox yet: check its address, or wait; it is asked again in "
-            "0.5 s, and Ctrl-C stops. gone"
+            "no usable answer from the mailbox yet: check its address, or wait; it is asked "
+            "again in 0.5 s, and Ctrl-C stops. gone"
         ),
     ),
     (
@@ -119,6 +119,10 @@ SENTENCES: list[tuple[Event, str]] = [
     (
         events.TaskFailed(task="lease", error="ValueError()", times=8),
         "lease failed 8 times in a row and is tried again: ValueError()",
+    ),
+    (
+        events.TaskFailed(task="lease", error="the disk is full", repeated=False),
+        "leaves without deleting its lease, which runs out by itself: the disk is full",
     ),
     (
         events.ClosingWaits(rounds=(3, 4), at_most_seconds=150.2),

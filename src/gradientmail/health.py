@@ -200,8 +200,8 @@ class StoreUnavailable(Event):
     def __str__(self) -> str:
         if not self.answered:
             return (
-                "no answer from the mailbox yet: check its address, or wait; it is asked again in "
-                f"{self.retry_seconds:.1f} s, and Ctrl-C stops. {self.error}"
+                "no usable answer from the mailbox yet: check its address, or wait; it is asked "
+                f"again in {self.retry_seconds:.1f} s, and Ctrl-C stops. {self.error}"
             )
         return f"mailbox {self.operation} failed, again in {self.retry_seconds:.1f} s: {self.error}"
 
@@ -221,7 +221,8 @@ class TaskFailed(Event):
     """How often in a row; of the same error only the first, second, fourth, … is told."""
 
     def __str__(self) -> str:
+        if not self.repeated:
+            return f"leaves without deleting its lease, which runs out by itself: {self.error}"
         where = "" if self.round is None else f"round {self.round}: "
         times = f" {self.times} times in a row" if self.times > 1 else ""
-        again = " and is tried again" if self.repeated else " while leaving"
-        return f"{where}{self.task} failed{times}{again}: {self.error}"
+        return f"{where}{self.task} failed{times} and is tried again: {self.error}"

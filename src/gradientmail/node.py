@@ -250,8 +250,9 @@ class Node:
                 if self._keeping is not None:
                     await self._lease.release()
         except Exception as error:
+            said = str(error) or f"the mailbox has not answered for {patience:g} s"
             if self.courier is not None:  # who never was in gets told why as an exception
-                self._announce(TaskFailed(task="lease", error=repr(error), repeated=False))
+                self._announce(TaskFailed(task="lease", error=said, repeated=False))
         finally:
             await self.abandon()
 
@@ -271,6 +272,8 @@ class Node:
 
     def _start(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(self._guard(work))
+        # One that is cancelled before it begins would warn that its work was never awaited.
+        task.add_done_callback(lambda _: work.close())
         self._tasks.append(task)
         return task
 

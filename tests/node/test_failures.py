@@ -14,6 +14,7 @@ from gradientmail.events import TaskFailed
 from gradientmail.failures import SOON, Failures
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
+from gradientmail.testing.simulated import SimulatedMailbox
 from gradientmail.testing.virtual_time import run_virtual
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -94,3 +95,19 @@ def test_a_full_disk_fills_no_log_and_the_run_goes_on_when_there_is_space() -> N
         await node.kill()
 
     run_virtual(main, limit_seconds=5000)
+
+
+def test_who_cannot_delete_its_lease_says_what_becomes_of_it() -> None:
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=6, fragments=2))
+        node = world.node("a")
+        await node.join()
+        assert isinstance(node.mailbox, SimulatedMailbox)
+        node.mailbox.connected = False
+        await node.node.leave(patience=3.0, finish=False)
+        assert str(happened(node, TaskFailed)[-1]) == (
+            "leaves without deleting its lease, which runs out by itself: "
+            "the mailbox has not answered for 3 s"
+        )
+
+    run_virtual(main)

@@ -396,7 +396,9 @@ def test_a_wrong_address_is_suspected_until_the_store_has_answered() -> None:
         session(box, callbacks=[interrupt])
     told = heard.of(gm.events.StoreUnavailable)
     assert len(told) == box.calls == len(list(heard)) == 2
-    assert str(told[0]).startswith("no answer from the mailbox yet: check its address, or wait;")
+    assert str(told[0]).startswith(
+        "no usable answer from the mailbox yet: check its address, or wait;"
+    )
     assert "https://mistyped" in str(told[0])
 
 
@@ -413,7 +415,7 @@ def test_align_tells_of_a_store_that_does_not_answer(caplog: pytest.LogCaptureFi
     with no_threads_left():
         assert gm.align(net(), mailbox=Late(MemoryMailbox())) == -1
     (told,) = caplog.messages
-    assert told.startswith("no answer from the mailbox yet: check its address, or wait;")
+    assert told.startswith("no usable answer from the mailbox yet: check its address, or wait;")
     assert told.endswith("https://mistyped: no such host")
 
 
