@@ -274,3 +274,11 @@ def test_who_cannot_join_is_told_at_once(
                 callbacks=(),
             )
         assert len(proxy.requests) <= 12
+
+
+def test_a_wrong_bucket_is_said_once(moto: str, caplog: pytest.LogCaptureFixture) -> None:
+    """By the exception alone: there is nothing to leave."""
+    box = gm.open_mailbox(f"s3://no-such-bucket/p?endpoint={moto}&region=us-east-1")
+    with pytest.raises(gm.MailboxRefused, match="check the name, the endpoint and the region"):
+        gm.Session(torch.nn.Linear(2, 1), algorithm=ALGORITHM, mailbox=box)
+    assert [one.message for one in caplog.records if one.name == "gradientmail"] == []
