@@ -87,8 +87,8 @@ def test_training_together_is_compared_with_training_alone(
     assert len(re.findall(r" 96/96 .* done$", shown, re.MULTILINE)) >= 3
     together, alone = re.findall(r"^  (?:together|alone) +(\d\.\d{3}) ", shown, re.MULTILINE)
     read = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) bytes read", shown)]
-    # 96 steps of 512 bytes; who is slow to start begins where the run is by then.
-    assert read[1] == 49_152 < read[0] <= 98_304
+    # 96 steps of 512 bytes; who is slow to start begins where the run is by then, or at its end.
+    assert read[1] == 49_152 <= read[0] <= 98_304
     assert read[0] % 512 == 0
     difference = float(alone) - float(together)
     verdict = "helped" if difference > 0 else "did not help"
