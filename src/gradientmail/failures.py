@@ -12,6 +12,11 @@ SOON = 8
 """So many tries follow each other at the first pause: most faults are short."""
 
 
+def in_words(error: BaseException) -> str:
+    """An error as the last line of its traceback has it."""
+    return f"{type(error).__name__}: {error}" if str(error) else repr(error)
+
+
 @dataclass(slots=True)
 class _Streak:
     """How often in a row a task has failed, and of what it was told last."""
@@ -41,7 +46,7 @@ class Failures:
         """
         streak = self._streaks.setdefault(task, _Streak())
         streak.count += 1
-        said = f"{type(error).__name__}: {error}" if str(error) else repr(error)
+        said = in_words(error)
         if streak.count & (streak.count - 1) == 0 or said != streak.told:
             streak.told = said
             self._announce(TaskFailed(task=task, error=said, round=number, times=streak.count))

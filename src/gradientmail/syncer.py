@@ -26,7 +26,7 @@ from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.lease import sweep_beats
 from gradientmail.exchange.records import Estimates, RoundRecord
-from gradientmail.failures import Failures
+from gradientmail.failures import Failures, in_words
 from gradientmail.holding import Holding
 from gradientmail.run import Run
 from gradientmail.sweeping import known_keys, stale, sweep_thoroughly
@@ -295,7 +295,7 @@ class Syncer:
             except Exception as error:
                 # The round itself will take them in again and report what stays wrong.
                 self._collectors.pop(number, None)
-                self._announce(TaskFailed(task="fetch", error=repr(error), round=number))
+                self._announce(TaskFailed(task="fetch", error=in_words(error), round=number))
                 break
             await wait_or_sleep(self._clock, self._watch.poll_interval, changed, enough)
         self._watch.seek("syncer, next round", None)

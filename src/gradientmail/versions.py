@@ -11,6 +11,7 @@ from gradientmail.events import TaskFailed
 from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.records import RoundRecord, Update
 from gradientmail.exchange.sealing import Payload
+from gradientmail.failures import in_words
 from gradientmail.handoff import Version
 from gradientmail.holding import REPAIR
 from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
@@ -72,7 +73,7 @@ class Versions:
         try:
             payload = await self._exchange.fetch(update.payload, fragment.update)
         except PayloadCorrupt as error:
-            self._announce(TaskFailed(task="fetch", error=repr(error), round=record.round))
+            self._announce(TaskFailed(task="fetch", error=in_words(error), round=record.round))
             return None
         if payload is None:
             return None
