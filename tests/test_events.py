@@ -42,6 +42,17 @@ SENTENCES: list[tuple[Event, str]] = [
         events.RunCreated(fragments=2, parameters=1234567),
         "created the run: 1,234,567 parameters in 2 fragments",
     ),
+    (
+        events.RunCreated(fragments=4, parameters=1153, asked=8, mailbox="S3Mailbox('b', 'p')"),
+        (
+            "created the run in S3Mailbox('b', 'p'): 1,153 parameters in 4 fragments (8 were asked "
+            "for: no tensor is cut)"
+        ),
+    ),
+    (
+        events.Joined(learner="a", rounds_seen=3, mailbox="S3Mailbox('b', 'p')"),
+        "a joined the run in S3Mailbox('b', 'p') at round 3",
+    ),
     (events.Joined(learner="a", rounds_seen=-1), "a joined before the first round"),
     (events.Joined(learner="a", rounds_seen=3), "a joined at round 3"),
     (
@@ -178,18 +189,27 @@ SENTENCES: list[tuple[Event, str]] = [
         "round 3 has waited 30 s: accepted a, of 2 needed; rejected b",
     ),
     (
-        events.NothingShared(learner="a", steps=0, every=13),
+        events.NothingShared(learner="a", steps=0, every=13, fragments=4, of=4),
         (
             "a never called session.step, and its model was changed: that is dropped, and the "
             "model holds the run's parameters. Call it after every optimizer step"
         ),
     ),
     (
-        events.NothingShared(learner="a", steps=9, every=13),
+        events.NothingShared(learner="a", steps=9, every=13, fragments=4, of=4),
         (
-            "no round has any of the 9 steps of a: they are dropped, and the model holds the "
-            "run's parameters. A round is due every 13 steps and takes some tenths of a second; "
-            "train longer, or pass flush_on_close=True to DiLoCo"
+            "no round has any of the 9 steps of a: they are dropped, and the model holds the run's "
+            "parameters there. Rounds take a fragment each, are due every 13 steps and take some "
+            "tenths of a second; train longer, or pass flush_on_close=True to DiLoCo"
+        ),
+    ),
+    (
+        events.NothingShared(learner="a", steps=30, every=13, fragments=2, of=4),
+        (
+            "no round has any of the 30 steps of a in 2 of 4 fragments: they are dropped, and the "
+            "model holds the run's parameters there. Rounds take a fragment each, are due every 13 "
+            "steps and take some tenths of a second; train longer, or pass flush_on_close=True to "
+            "DiLoCo"
         ),
     ),
     (

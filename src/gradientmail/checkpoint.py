@@ -95,13 +95,25 @@ class Checkpoint:
 
     # Leaving
 
-    def unshared(self) -> NothingShared | None:
-        """What to tell when no round has anything of this node, None when there is nothing."""
-        steps = self.learner.local_step
-        if not steps and not any(map(self._has_moved, self.run.fragments)):
+    def has_moved_unseen(self) -> bool:
+        """Whether the model was trained, and no step counted."""
+        return not self.learner.local_step and any(map(self._has_moved, self.run.fragments))
+
+    def unshared(self, *, unseen: bool, reached: bool) -> NothingShared | None:
+        """What to tell of fragments that no round has anything of, None when there is nothing.
+
+        ``unseen`` was asked before commits were brought that came meanwhile; ``reached`` tells
+        whether anything of this node was ever in time for a round.
+        """
+        counts, fragments = self.learner.counts(), len(self.run.fragments)
+        steps = counts.local_step
+        left = sum(one == steps for one in counts.steps) if reached else fragments
+        if not (steps and left) and not unseen:
             return None
-        every = -(-self.run.algorithm.sync_every // len(self.run.fragments))
-        return NothingShared(learner=self.name, steps=steps, every=every)
+        every = -(-self.run.algorithm.sync_every // fragments)
+        return NothingShared(
+            learner=self.name, steps=steps, every=every, fragments=left, of=fragments
+        )
 
     def _has_moved(self, fragment: Fragment) -> bool:
         """Whether parameters differ from the commit that they were aligned with."""

@@ -36,9 +36,21 @@ class RunCreated(Event):
     fragments: int
     parameters: int
     """Exchanged scalars in the whole model."""
+    asked: int = 0
+    """Fragments asked for, if there are fewer: a model of few tensors has no more than those."""
+    mailbox: str = ""
+    """The store, if it can say what it is."""
 
     def __str__(self) -> str:
-        return f"created the run: {self.parameters:,} parameters in {self.fragments} fragments"
+        asked = f" ({self.asked} were asked for: no tensor is cut)" if self.asked else ""
+        return (
+            f"created the run{_where(self.mailbox)}: {self.parameters:,} parameters in "
+            f"{self.fragments} fragments{asked}"
+        )
+
+
+def _where(mailbox: str) -> str:
+    return f" in {mailbox}" if mailbox else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +60,13 @@ class Joined(Event):
     learner: str
     rounds_seen: int
     """Newest committed round in the model, −1 in a fresh run."""
+    mailbox: str = ""
+    """The store, if it can say what it is."""
 
     def __str__(self) -> str:
-        where = (
-            f"at round {self.rounds_seen}" if self.rounds_seen >= 0 else "before the first round"
-        )
-        return f"{self.learner} joined {where}"
+        when = f"at round {self.rounds_seen}" if self.rounds_seen >= 0 else "before the first round"
+        run = f" the run{_where(self.mailbox)}" if self.mailbox else ""
+        return f"{self.learner} joined{run} {when}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,7 +139,7 @@ class RoundWaits(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NothingShared(Event):
-    """A session ends of which nothing is in any round: what its model learned is dropped."""
+    """A session ends of which some fragments are in no round: what these learned is dropped."""
 
     level: ClassVar[int] = logging.WARNING
     learner: str
@@ -147,6 +147,10 @@ class NothingShared(Event):
     """How often ``step`` was called."""
     every: int
     """Steps after which a round is due."""
+    fragments: int
+    """How many have nothing of this session in any round."""
+    of: int
+    """How many there are."""
 
     def __str__(self) -> str:
         if not self.steps:
@@ -155,10 +159,12 @@ class NothingShared(Event):
                 "dropped, and the model holds the run's parameters. Call it after every optimizer "
                 "step"
             )
+        some = "" if self.fragments == self.of else f" in {self.fragments} of {self.of} fragments"
         return (
-            f"no round has any of the {self.steps} steps of {self.learner}: they are dropped, and "
-            f"the model holds the run's parameters. A round is due every {self.every} steps and "
-            "takes some tenths of a second; train longer, or pass flush_on_close=True to DiLoCo"
+            f"no round has any of the {self.steps} steps of {self.learner}{some}: they are "
+            "dropped, and the model holds the run's parameters there. Rounds take a fragment each, "
+            f"are due every {self.every} steps and take some tenths of a second; train longer, or "
+            "pass flush_on_close=True to DiLoCo"
         )
 
 

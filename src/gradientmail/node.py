@@ -73,6 +73,8 @@ class Node:
         """
         self.settings = settings
         self._handoff = handoff
+        says_where = type(mailbox).__repr__ is not object.__repr__
+        self._where = repr(mailbox) if says_where else ""
         self._clock = clock
         self._offload = offload
         self._announce = announce
@@ -155,7 +157,15 @@ class Node:
         )
         if counts.created_by == self.settings.learner:
             parameters = sum(spec.count for spec in schema)
-            self._announce(RunCreated(fragments=len(fragments), parameters=parameters))
+            made, asked = len(fragments), algorithm.fragments
+            self._announce(
+                RunCreated(
+                    fragments=made,
+                    parameters=parameters,
+                    asked=asked if asked > made else 0,
+                    mailbox=self._where,
+                )
+            )
         return counts
 
     async def enter(
@@ -229,7 +239,8 @@ class Node:
         )
         self._handoff.takeover_seconds = self.watch.takeover_seconds()
         self._handoff.live = len(self.watch.live)
-        self._announce(Joined(learner=self.settings.learner, rounds_seen=self.rounds_seen))
+        learner, seen = self.settings.learner, self.rounds_seen
+        self._announce(Joined(learner=learner, rounds_seen=seen, mailbox=self._where))
         self._serving = [self._start(self.watch.run()), self._start(self.courier.run())]
         self._closing = self._start(self.syncer.run())
         return self.courier

@@ -310,7 +310,7 @@ class Session:
         def patience() -> float:
             return self._settings.lease_timeout + self._handoff.takeover_seconds
 
-        unshared = self._checkpoint.unshared()
+        unseen = self._checkpoint.has_moved_unseen()
         missed = self._learner.leave(patience)
         courier = self._node.courier
         if missed:
@@ -319,8 +319,8 @@ class Session:
             with contextlib.suppress(TimeoutError):
                 self._thread.call(courier.bring_newest(), LEAVE_SECONDS)
             self._learner.take_news()
-            if unshared is not None and courier.in_time < 0:
-                self._announce(unshared)
+            if event := self._checkpoint.unshared(unseen=unseen, reached=courier.in_time >= 0):
+                self._announce(event)
         self._learner.settle()
 
     def _end(self, *, clean: bool, announce: bool = True) -> None:

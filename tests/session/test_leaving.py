@@ -304,21 +304,24 @@ def test_without_flush_local_steps_are_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "told", "rounds", "flush"),
+    ("steps", "moved", "rounds", "flush", "told"),
     [
-        (0, True, 0, False),
-        (0, False, 0, False),
-        (3, True, 0, False),
-        (3, False, 0, True),
-        (50, False, 1, False),
-        (0, False, 1, False),
-        (0, True, 1, False),
+        (0, True, 0, False, (0, 2)),
+        (0, False, 0, False, None),
+        (3, True, 0, False, (3, 2)),
+        (3, True, 0, True, None),
+        (60, True, 0, False, (60, 1)),
+        (0, False, 1, False, None),
+        (0, True, 1, False, (0, 2)),
     ],
 )
 def test_training_that_is_in_no_round_is_told(
-    steps: int, told: bool, rounds: int, flush: bool
+    steps: int, moved: bool, rounds: int, flush: bool, told: tuple[int, int] | None
 ) -> None:
-    """``step`` was forgotten, or came too seldom; not when there was nothing to lose."""
+    """``step`` was forgotten, or came too seldom; not when there was nothing to lose.
+
+    Steps, and the fragments of two that have none of them in a round.
+    """
     box, heard = gm.MemoryMailbox(), Events()
     algorithm = gm.DiLoCo(sync_every=100, fragments=2, flush_on_close=flush)
     if rounds:  # of an earlier session
@@ -332,11 +335,11 @@ def test_training_that_is_in_no_round_is_told(
         for step in range(steps):
             train_step(model, optimizer, step)
             session.step(samples=6)
-        if told and not steps:
+        if moved and not steps:
             train_step(model, optimizer, 0)
-    found = heard.of(events.NothingShared)
-    assert [(event.steps, event.every) for event in found] == ([(steps, 50)] if told else [])
-    if told:
+    found = [(event.steps, event.fragments, event.of) for event in heard.of(events.NothingShared)]
+    assert found == ([] if told is None else [(*told, 2)])
+    if told and told[1] == 2:
         assert all(torch.equal(committed[name], now) for name, now in parameters(model).items())
 
 
