@@ -106,8 +106,8 @@ class Checkpoint:
         whether anything of this node was ever in time for a round.
         """
         counts, fragments = self.learner.counts(), len(self.run.fragments)
-        steps = counts.local_step
-        left = sum(one == steps for one in counts.steps) if reached else fragments
+        steps = counts.local_step - self.learner.resumed_at
+        left = sum(one >= steps for one in counts.steps) if reached else fragments
         if not (steps and left) and not unseen:
             return None
         every = -(-self.run.algorithm.sync_every // fragments)

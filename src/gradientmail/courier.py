@@ -61,11 +61,11 @@ class Courier:
         self._clock = clock
         self._offload = offload
         self._announce = announce
-        self._failures = Failures(announce, watch.poll_interval)
+        self._failures = Failures(announce)
         self._posted = rounds_held(versions)
         self._last_published = -1
-        self._snapshot = (-1, -1)
-        """Round and local step of the last one taken from the outbox."""
+        self._snapshot = (-1, 0.0)
+        """Round and moment of the last one taken from the outbox."""
         self._preparing = asyncio.Lock()
         self.woken = Signal()
         self.silent = False
@@ -135,7 +135,7 @@ class Courier:
 
     async def _publish_once(self, outgoing: Outgoing) -> None:
         """Publish a snapshot, unless it is the last one again: Ctrl-C came while it was posted."""
-        snapshot = (outgoing.round, outgoing.local_step)
+        snapshot = (outgoing.round, outgoing.started)
         if self._snapshot != snapshot:
             self._snapshot = snapshot
             await self._publish(outgoing)
@@ -156,8 +156,8 @@ class Courier:
                     await self._prepare_blank(self._posted)
                 await self._upload(outgoing, sealed, delta)
             except Exception as error:
-                pause = self._failures.failed("publish", error, outgoing.round)
-                await self._failures.wait(self._clock, pause, self._watch.changed)
+                self._failures.failed("publish", error, outgoing.round)
+                await self._clock.sleep(self._watch.poll_interval)
             else:
                 self._failures.worked("publish")
                 return
@@ -172,9 +172,8 @@ class Courier:
         try:
             delta = await self._offload(self._make_delta, fragment, outgoing)
         except Exception as error:
-            pause = self._failures.failed("publish", error, outgoing.round)
-            await self._failures.wait(self._clock, pause, self._watch.changed)
-            self._snapshot = (-1, -1)
+            self._failures.failed("publish", error, outgoing.round)
+            await self._clock.sleep(self._watch.poll_interval)
             self._ask_again(outgoing.round, ())
             return None
         if delta.not_finite:
@@ -221,7 +220,7 @@ class Courier:
         if self._watch.next_round <= outgoing.round:
             # Only now: the syncer may write over it, and nothing is uploaded again from here on.
             self._exchange.deltas[outgoing.round] = payload
-            self.in_time = outgoing.round
+            self.in_time = outgoing.round if healthy else self.in_time
         if data is not None:
             self._watch.found_snapshot(outgoing.round, self._learner, data)
         self._watch.hurry(outgoing.round, 4)
@@ -302,8 +301,8 @@ class Courier:
             try:
                 await self._fetch_new()
             except Exception as error:
-                pause = self._failures.failed("fetch", error)
-                await self._failures.wait(self._clock, pause, self._watch.changed)
+                self._failures.failed("fetch", error)
+                await self._clock.sleep(self._watch.poll_interval)
             else:
                 self._failures.worked("fetch")
                 await changed.wait()
@@ -323,7 +322,8 @@ class Courier:
         unreadable: PayloadCorrupt | None = None
         newest = [self._watch.progress.newest(fragment.index) for fragment in self._run.fragments]
         fresh = [record for record in newest if record is not None and record.round > self._posted]
-        for record in sorted(fresh, key=lambda record: record.round):
+        fresh.sort(key=lambda record: record.round)
+        for record in fresh:
             if self._watch.progress.newest(record.fragment) is not record:
                 return  # superseded while others were fetched; the change that told so wakes us
             try:
@@ -352,7 +352,7 @@ class Courier:
     def _post(self, arrival: Arrival) -> None:
         """Give an arrival to the learner, instead of an older one that it has not taken yet."""
         arrivals = self._handoff.arrivals
-        for older in tuple(arrivals):
+        for older in tuple(arrivals) if arrival.version is not None else ():
             if older.record.fragment == arrival.record.fragment:
                 try:
                     arrivals.remove(older)

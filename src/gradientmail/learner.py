@@ -1,7 +1,7 @@
 """The training half of a node: counts, decides what is due, snapshots, aligns.
 
 Everything here runs on the training thread, does no I/O and knows no event loop. The decisions are
-pure functions over ``Standing``; ``step`` with nothing to do adds two integers and compares two.
+those of ``due``; ``step`` with nothing to do adds two integers and compares two.
 """
 
 import contextlib
@@ -14,27 +14,14 @@ from time import monotonic, perf_counter
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.schedule import Schedule
 from gradientmail.backend.base import Parameters
+from gradientmail.due import NEVER, Standing, due_at, enough_others, next_round
 from gradientmail.events import Aligned, ClosingWaits, ParametersNotFinite
 from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
 
-NEVER = math.inf
 DECAY = 0.1
 """Of the exponential moving average of the time between steps."""
 TELL_SECONDS = 5.0
 """Closing says what it waits for when nothing has landed for so long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What the decision to publish depends on."""
-
-    local_step: int
-    rounds_seen: int
-    last_published: int
-    published_at: int
-    """``local_step`` at the last publish."""
-    overwritten_at: tuple[int, ...]
-    """By fragment, ``local_step`` when it was last overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,33 +36,6 @@ class Counts:
     tokens: tuple[int, ...]
     trained: tuple[int, ...]
     """Local steps since the fragment was overwritten; ``steps`` may count some that mixing kept."""
-
-
-def next_round(standing: Standing) -> int:
-    """The next round this learner can publish."""
-    return max(standing.last_published, standing.rounds_seen) + 1
-
-
-def due_at(standing: Standing, schedule: Schedule, in_flight: int, *, closing: bool) -> float:
-    """The local step at which the next round is due, infinity while it waits for a commit.
-
-    ``closing`` says that the round is about to close without this learner, which makes it due as
-    soon as its fragment has been trained for a step. A model of few tensors has fewer
-    fragments than were asked for, and one fragment cannot be in flight twice: the second snapshot
-    would start from a version that the first replaces.
-    """
-    number = next_round(standing)
-    if number > standing.rounds_seen + min(in_flight, schedule.fragments):
-        return NEVER
-    trained = standing.overwritten_at[schedule.fragment(number)] + 1
-    if closing:
-        return trained
-    return max(standing.published_at + schedule.gap(number), trained)
-
-
-def enough_others(quorum_size: int, live: int) -> int:
-    """So many others' snapshots in a round say that it is about to close."""
-    return max(min(quorum_size, live) - 1, 1)
 
 
 class Learner:
@@ -108,13 +68,15 @@ class Learner:
         self._poll_interval = poll_interval
         self._now = now
         self.rounds_seen = rounds_seen
-        self.local_step = 0
+        self.local_step = self.resumed_at = 0
+        """Steps so far, and those of them that an earlier session has made."""
         self._tokens = 0
         # Counts of a fragment are differences to these: a step then adds to two numbers only.
         self._base_steps = [0] * fragments
         self._base_tokens = [0] * fragments
         self._overwritten_at = [0] * fragments
-        self._last_published = -1
+        self._last_published = self._furthest = -1
+        """The round published last, less when that has to be done again; and the furthest ever."""
         self._published_at = 0
         self._published: deque[tuple[int, int]] = deque(maxlen=algorithm.in_flight)
         self._sending: Outgoing | None = None
@@ -230,6 +192,7 @@ class Learner:
         if pair not in self._published:
             self._published.append(pair)
         self._last_published, self._published_at = pair
+        self._furthest = max(self._furthest, self._last_published)
         self._handoff.post(outgoing)
         self._sending = None
 
@@ -253,16 +216,18 @@ class Learner:
     # Aligning
 
     def _align(self, arrival: Arrival) -> None:
-        if arrival.version is None:
-            self.rounds_seen = arrival.record.round
-            return
         record, mixing = arrival.record, self._algorithm.mixing
         fragment = record.fragment
+        mine = next((part for part in record.participants if part.learner == self._learner), None)
+        if arrival.version is None:  # passed over; what it holds of this learner is counted
+            self._base_steps[fragment] += mine.steps if mine else 0
+            self._base_tokens[fragment] += mine.tokens if mine else 0
+            self.rounds_seen = record.round
+            return
         self._parameters.apply(arrival.staged, mixing=mixing)
         self.versions[fragment] = arrival.version
         steps = self.local_step - self._base_steps[fragment]
         tokens = self._tokens - self._base_tokens[fragment]
-        mine = next((part for part in record.participants if part.learner == self._learner), None)
         left_steps = max(steps - (mine.steps if mine else 0), 0)
         left_tokens = max(tokens - (mine.tokens if mine else 0), 0)
         self._base_steps[fragment] = self.local_step - math.floor(mixing * left_steps)
@@ -325,7 +290,7 @@ class Learner:
         What was in flight is not: it may never have left. The next round is the one after the
         commits; its snapshot, if it did leave, is found then and counts.
         """
-        self.local_step = counts.local_step
+        self.local_step = self.resumed_at = counts.local_step
         self._published_at = counts.local_step - counts.since_published
         self._tokens = max(counts.tokens, default=0)
         self._base_steps = [counts.local_step - steps for steps in counts.steps]
@@ -370,12 +335,19 @@ class Learner:
         """
         self._send()
         landed, seen = monotonic(), self.rounds_seen
-        remaining = len(self.versions) if self._algorithm.flush_on_close else 0
+        flush, last = self._algorithm.flush_on_close, self._furthest
+        remaining, finals = len(self.versions) if flush else 0, set[int]()
         told = False
         while True:
-            while remaining and self.local_step >= self._final_due():
-                self._publish(final=True)
-                remaining -= 1
+            again = {number for number in finals if number > self._last_published}
+            remaining, finals = remaining + len(again), finals - again  # their snapshots were lost
+            while (
+                remaining or next_round(self._standing()) <= last
+            ) and self.local_step >= self._final_due():
+                self._publish(final=flush)
+                if flush:
+                    remaining = max(remaining - 1, 0)
+                    finals.add(self._last_published)
             if not self.in_flight():
                 return ()
             self._handoff.wait(0.5)

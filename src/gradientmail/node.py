@@ -86,6 +86,7 @@ class Node:
         )
         token = f"{random.getrandbits(64):016x}"
         self._listed_beat = 0
+        self._holds_lease = False
         self._lease = Lease(retrying, settings.learner, token, self._observe_leases, now=clock.now)
         self.rounds_seen = -1
         """The round that the model holds when it has joined, −1 for a fresh run."""
@@ -198,6 +199,7 @@ class Node:
     async def hold_lease(self) -> None:
         """Take the lease and keep it, if that is not done; older processes of this id end."""
         if self._keeping is None:
+            self._holds_lease = True  # or a part of it, should this be stopped
             await self._lease.acquire()
             self._keeping = self._start(self._keep_lease())
 
@@ -258,7 +260,7 @@ class Node:
                     self.syncer.stop()
                     await asyncio.wait([self._closing], timeout=patience / 2)
                 await self._stop(task for task in self._tasks if task is not self._keeping)
-                if self._keeping is not None:
+                if self._holds_lease:
                     await self._lease.release()
         except Exception as error:
             said = str(error) or f"the mailbox has not answered for {patience:g} s"
@@ -307,7 +309,7 @@ class Node:
 
     async def _keep_lease(self) -> None:
         every = pause = self.settings.lease_every
-        failures = Failures(self._announce, min(self.settings.poll_interval, every))
+        failures = Failures(self._announce)
         while True:
             await wait_or_sleep(self._clock, pause, self._lease_due)
             self._lease_due.clear()
@@ -315,7 +317,8 @@ class Node:
                 held = await self._lease.renew()
             except Exception as error:
                 # Soon again: after ``lease_every`` once more the others would call this node lost.
-                pause = min(failures.failed("lease", error), max(every / 4, failures.first_seconds))
+                pause = min(self.settings.poll_interval, every)
+                failures.failed("lease", error)
                 continue
             pause = every
             if self._lease.untidy is None:

@@ -83,7 +83,7 @@ class Syncer:
         self._clock = clock
         self._offload = offload
         self._announce = announce
-        self._failures = Failures(announce, watch.poll_interval)
+        self._failures = Failures(announce)
         self._committer = Committer(run, exchange, backend=backend, offload=offload)
         self._stopping = Flag()
         self._election = Election(
@@ -117,9 +117,9 @@ class Syncer:
             try:
                 await self._attend(number)
             except Exception as error:
-                pause = self._failures.failed("close round", error, number)
+                self._failures.failed("close round", error, number)
                 self._collectors.clear()
-                await self._failures.wait(self._clock, pause, self._watch.changed, self._stopping)
+                await wait_or_sleep(self._clock, self._watch.poll_interval, self._stopping)
             else:
                 self._failures.worked("close round")
         await self._swept()

@@ -194,13 +194,12 @@ class Watch:
     async def run(self) -> None:
         """Poll until cancelled. A poll that fails is reported and the next one follows."""
         self._attendance = Attendance()  # what came before this node does not tell of it
-        failures = Failures(self._announce, self.poll_interval)
+        failures = Failures(self._announce)
         while True:
             poke = self._poke.next
             try:
                 await self._poll()
             except Exception as error:
-                # No longer pause: a look may fail of one thing and find another.
                 failures.failed("poll", error, self.next_round)
             else:
                 failures.worked("poll")

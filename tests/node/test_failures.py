@@ -11,7 +11,7 @@ from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.errors import MailboxRefused
 from gradientmail.event import Event
 from gradientmail.events import TaskFailed
-from gradientmail.failures import SOON, Failures
+from gradientmail.failures import Failures
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 from gradientmail.testing.simulated import SimulatedMailbox
@@ -22,11 +22,9 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 def test_the_same_failure_is_told_the_first_second_fourth_time() -> None:
     told: list[Event] = []
-    failures = Failures(told.append, 1.0)
-    pauses = [failures.failed("publish", FULL, number) for number in range(200)]
-    assert pauses[:SOON] == [1.0] * SOON
-    assert pauses[SOON : SOON + 5] == [2.0, 4.0, 8.0, 16.0, 30.0]
-    assert set(pauses[SOON + 5 :]) == {30.0}
+    failures = Failures(told.append)
+    for number in range(200):
+        failures.failed("publish", FULL, number)
     events = [event for event in told if isinstance(event, TaskFailed)]
     assert [event.times for event in events] == [1, 2, 4, 8, 16, 32, 64, 128]
     assert [event.round for event in events][:4] == [0, 1, 3, 7]
@@ -38,12 +36,12 @@ def test_the_same_failure_is_told_the_first_second_fourth_time() -> None:
 
 def test_another_failure_is_told_at_once_and_success_begins_again() -> None:
     told: list[Event] = []
-    failures = Failures(told.append, 1.0)
+    failures = Failures(told.append)
     for error in (FULL, FULL, FULL, MailboxRefused("not yours"), MemoryError()):
         failures.failed("lease", error)
-    assert failures.failed("publish", FULL) == 1.0
+    failures.failed("publish", FULL)
     failures.worked("lease")
-    assert failures.failed("lease", FULL) == 1.0
+    failures.failed("lease", FULL)
     found = [(e.task, e.times, e.error) for e in told if isinstance(e, TaskFailed)]
     full = "OSError: [Errno 28] No space left on device"
     assert found == [
@@ -82,12 +80,11 @@ def test_a_full_disk_fills_no_log_and_the_run_goes_on_when_there_is_space() -> N
         node.mailbox.full = True
         training = asyncio.ensure_future(node.train(1000))
         await asyncio.sleep(600)
-        full, told = node.mailbox.refused, happened(node, TaskFailed)
+        told = happened(node, TaskFailed)
         node.mailbox.full, before = False, world.archive.rounds()
         assert {event.task for event in told} >= {"publish", "lease"}
-        assert len(told) <= 30  # of some hundred failures, once
-        assert full <= 150
-        await asyncio.sleep(45)
+        assert len(told) <= 40 < node.mailbox.refused  # of some thousand failures, once
+        await asyncio.sleep(10)
         assert world.archive.rounds() > before
         assert len(happened(node, TaskFailed)) == len(told)
         training.cancel()

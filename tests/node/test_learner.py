@@ -10,8 +10,8 @@ from tests.node.worlds import values
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.schedule import Schedule
+from gradientmail.due import NEVER, Standing, due_at, enough_others, next_round
 from gradientmail.events import Aligned
-from gradientmail.learner import NEVER, Standing, due_at, enough_others, next_round
 
 SCHEDULE = Schedule(10, 3)  # due at 3, 6, 10, 13, 16, 20, …: gaps 3, 3, 4
 

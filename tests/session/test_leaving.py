@@ -343,6 +343,35 @@ def test_training_that_is_in_no_round_is_told(
         assert all(torch.equal(committed[name], now) for name, now in parameters(model).items())
 
 
+def test_what_an_earlier_session_has_shared_is_not_called_lost() -> None:
+    box, model = gm.MemoryMailbox(), net()
+    with gm.Session(model, algorithm=ALGORITHM, mailbox=box, **QUICK) as session:
+        train_until(session, model, 3)
+        state = session.state_dict()
+    heard = Events()
+    with gm.Session(model, algorithm=ALGORITHM, mailbox=box, callbacks=[heard], **QUICK) as session:
+        session.load_state_dict(state)
+    assert heard.of(events.NothingShared) == []
+
+
+def test_a_model_that_was_never_finite_has_shared_nothing() -> None:
+    box, model, heard = gm.MemoryMailbox(), net(), Events()
+    other = gm.Session(net(), algorithm=ALGORITHM, mailbox=box, learner_id="well", **QUICK)
+    sick = gm.Session(
+        model, algorithm=ALGORITHM, mailbox=box, learner_id="sick", callbacks=[heard], **QUICK
+    )
+    with other, sick:
+        while sick.rounds_seen < 4:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(float("nan"))
+            sick.step(samples=6)
+            other.step(samples=6)
+            time.sleep(0.005)
+    (event,) = heard.of(events.NothingShared)
+    assert (event.steps, event.fragments) == (sick._learner.local_step, 2)
+
+
 SCRIPT = textwrap.dedent(
     """
     import os, sys, time

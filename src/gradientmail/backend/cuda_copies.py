@@ -7,10 +7,10 @@ Order is kept by streams and events, never by waiting for the device on the trai
   stream waits for the clones and copies them out while the training goes on. Making the training
   wait for the copy out instead would stall the device for the whole transfer, 20 to 50 times a
   clone's time. When there is no memory for the clones that is what happens.
-* Up: a side stream copies to new device tensors, and the calling thread, in training never the
-  one that trains, waits until they are complete. What the training stream does with them later
-  needs no event; it only must tell the allocator that it uses them. When there is no memory for
-  them the host's arrays are all there is, and the training waits while it copies from these.
+* Up: a side stream copies to new device tensors, and the calling thread waits until they are
+  complete: never the one that trains, but when parameters became NaN. What the training stream does
+  with them later needs no event; it only must tell the allocator that it uses them. Without memory
+  for them the host's arrays are all there is, and the training waits while it copies from these.
 
 Whoever waits does not spin: the processor is the training's. All is done with the copies' device as
 the current one. A thread begins with device 0, and leaving a stream of another device sets the one

@@ -115,10 +115,13 @@ class Exchange:
 
         One that is damaged is replaced: the bytes of its hash are at hand.
         """
-        created, ended = await self._put(sealed)
-        if not created and not await self._is_whole(sealed):
+        for _ in range(CREATIONS):
+            created, ended = await self._put(sealed)
+            if created or await self._is_whole(sealed):
+                break
             await self.mailbox.delete((sealed.ref.key,))
-            _, ended = await self._put(sealed)
+        else:
+            raise PayloadCorrupt(f"{sealed.ref.key} is damaged, and cannot be replaced")
         payload = self.hold(sealed.ref, sealed.buffer, sealed.layout)
         payload.sole = ended()
         return payload
