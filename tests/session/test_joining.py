@@ -80,9 +80,9 @@ def test_a_bad_argument_is_named(changes: dict[str, Any], kind: type[Exception],
 
 
 def test_a_path_is_not_a_mailbox_yet() -> None:
-    with pytest.raises(TypeError, match=r"FilesystemMailbox\('runs/x'\)"):
+    with pytest.raises(TypeError, match=r"open_mailbox\('runs/x'\)"):
         gm.Session(net(), algorithm=ALGORITHM, mailbox="runs/x")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"FilesystemMailbox\('runs/x'\)"):
+    with pytest.raises(TypeError, match=r"open_mailbox\('runs/x'\)"):
         gm.align(net(), mailbox=Path("runs/x"))  # type: ignore[arg-type]
 
 
@@ -214,6 +214,23 @@ def test_who_cannot_join_ends_no_session_with_its_id(
         assert {call.operation for call in heard} == {"get"}
         train_until(live, model, 4)
     assert live.rounds_seen >= 3
+
+
+def test_who_fails_while_it_takes_the_lease_leaves_no_beat() -> None:
+    class Failing(WrappedMailbox):
+        failed = False
+
+        async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
+            answer = await act()
+            if call.key.startswith("leases/a/0000000001") and not self.failed:
+                self.failed = True
+                raise PermissionError("after it was written")
+            return answer
+
+    box = finished()
+    with no_threads_left(), pytest.raises(PermissionError, match="after it was written"):
+        session(Failing(box))
+    assert list(asyncio.run(box.list("leases/"))) == []
 
 
 @pytest.mark.parametrize("how", ["same", "other"])
