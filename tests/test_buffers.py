@@ -212,6 +212,26 @@ def test_what_is_shown_may_outlive_its_class_in_silence() -> None:
     assert done.stderr == ""
 
 
+def test_an_error_that_ends_the_program_is_all_that_is_said() -> None:
+    """Its frames hold buffers, also those of the error that it came from."""
+    script = (
+        "from gradientmail.buffers import HOST\n"
+        "def work():\n"
+        "    view = HOST.take(2**20)\n"
+        "    try:\n"
+        "        raise OSError('full')\n"
+        "    except OSError as error:\n"
+        "        kept = error\n"
+        "        raise RuntimeError('so it is') from kept\n"
+        "work()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=110
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith("RuntimeError: so it is\n")
+
+
 def warm_bytes(pool: BufferPool) -> int:
     """Idle memory that has pages."""
     with pool._lock:

@@ -19,7 +19,7 @@ LAYERS = {
     **dict.fromkeys(("mailbox", "backend"), 1),
     **dict.fromkeys(("exchange", "algorithm"), 2),
     **dict.fromkeys(
-        ("handoff", "run", "progress", "rhythm", "attendance", "loop_thread", "failures"), 3
+        ("handoff", "run", "progress", "rhythm", "attendance", "loop_thread", "failures", "due"), 3
     ),
     **dict.fromkeys(("watch", "deltas"), 4),
     **dict.fromkeys(("joining", "election", "collecting", "holding", "sweeping"), 5),

@@ -7,9 +7,11 @@ slices, tensors over it, and a view that a store or a cancelled upload still hol
 Nobody returns anything by hand, so nothing can be overwritten while it is still read.
 """
 
+import atexit
 import contextlib
 import mmap
 import sys
+import traceback
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable
@@ -131,6 +133,19 @@ class _Lease(int):
         if pool is not None:
             # Perhaps called by the collector inside ``take``: no lock here, and no list is touched.
             pool._returned.append((block, start, stop))  # noqa: SLF001
+
+
+@atexit.register
+def _end_views() -> None:
+    """Let go of what an error has kept that ended the program, while ``_Lease`` is whole.
+
+    Its frames hold views. In the interpreter's last collection the class may go before them, and
+    Python would say that it lacks ``__release_buffer__``.
+    """
+    error: BaseException | None = getattr(sys, "last_exc", None)
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 _lent: dict[int, tuple["ref[BufferPool]", memoryview, _Block, int, int]] = {}

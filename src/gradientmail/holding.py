@@ -6,17 +6,12 @@ from dataclasses import dataclass
 from gradientmail.errors import PayloadCorrupt
 from gradientmail.event import Event
 from gradientmail.events import MomentumLost
-from gradientmail.exchange.exchange import Exchange
+from gradientmail.exchange.exchange import REPAIR, Exchange
 from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Ref, RoundRecord
 from gradientmail.exchange.sealing import Payload
 from gradientmail.progress import Progress
 from gradientmail.run import Fragment, Run
-
-REPAIR = (
-    "Put the object back from a copy of the mailbox, or see docs/damaged-mailbox.md for how the "
-    "run goes on from the commit before"
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from gradientmail.backend.base import Backend
 from gradientmail.clock import Clock
 from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange
+from gradientmail.exchange.exchange import REPAIR, Exchange
 from gradientmail.exchange.records import Manifest, Ref
 from gradientmail.exchange.sealing import Payload, Sealing
 from gradientmail.handoff import Version
@@ -123,6 +123,8 @@ async def newest_versions(
         wanted = [one for one in run.fragments if one.index not in versions]
         found = await asyncio.gather(*map(fetch, wanted), return_exceptions=True)
         for fragment, result in zip(wanted, found, strict=True):
+            if isinstance(result, PayloadCorrupt):
+                raise PayloadCorrupt(f"{result}. {REPAIR}") from None
             if isinstance(result, BaseException):
                 raise result
             if result is not None:
@@ -135,7 +137,7 @@ async def newest_versions(
             missing = next(one.index for one in wanted if one.index not in versions)
             record = progress.newest(missing)
             ref = run.manifest.init[missing] if record is None else record.theta
-            raise PayloadCorrupt(f"{ref.key} is missing from the mailbox; the run cannot be read")
+            raise PayloadCorrupt(f"{ref.key} is missing from the mailbox. {REPAIR}")
 
 
 def rounds_held(versions: Sequence[Version]) -> int:

@@ -8,12 +8,11 @@ from gradientmail.clock import Offload
 from gradientmail.errors import PayloadCorrupt
 from gradientmail.event import Event
 from gradientmail.events import TaskFailed
-from gradientmail.exchange.exchange import Exchange
+from gradientmail.exchange.exchange import REPAIR, Exchange
 from gradientmail.exchange.records import RoundRecord, Update
 from gradientmail.exchange.sealing import Payload
 from gradientmail.failures import in_words
 from gradientmail.handoff import Version
-from gradientmail.holding import REPAIR
 from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
 
 

@@ -40,6 +40,11 @@ from gradientmail.exchange.records import (
 from gradientmail.exchange.sealing import Payload, Sealed, Sealing
 from gradientmail.mailbox.base import Mailbox, get_at_most
 
+REPAIR = (
+    "Put the object back from a copy of the mailbox, or see docs/damaged-mailbox.md for how the "
+    "run goes on from the commit before"
+)
+"""What to do about an object of the run that cannot be read."""
 CREATIONS = 5
 """How often an object is to be created that is neither created nor there."""
 
@@ -246,7 +251,7 @@ class Exchange:
         try:
             return None if data is None else decode(data)
         except ProtocolError as error:
-            raise ProtocolError(f"{key} cannot be read: {error}") from None
+            raise ProtocolError(f"{key} cannot be read: {error}. {REPAIR}") from None
 
     async def commit(self, record: RoundRecord) -> RoundRecord:
         """Create the round's record; returns the one that counts.
