@@ -183,6 +183,7 @@ def test_twins_of_two_frameworks_join_one_run(tmp_path: Path) -> None:
     try:
         assert waiting.stdout is not None
         assert "waits until 2 are there" in waiting.stdout.readline()
+        time.sleep(1.0)  # Ctrl-C while an event loop is being made has Python itself say so
         waiting.send_signal(signal.SIGINT)
         said, errors = waiting.communicate(timeout=PATIENCE_SECONDS)
     finally:

@@ -114,7 +114,8 @@ def check_mailbox(mailbox: object) -> None:
     if isinstance(mailbox, type):
         raise TypeError(f"mailbox must be a store, not the class {mailbox.__name__}: call it")
     if isinstance(mailbox, str | Path):
-        raise TypeError(f"mailbox must be a store: pass open_mailbox({str(mailbox)!r})")
+        opener = "open_mailbox" if "://" in str(mailbox) else "FilesystemMailbox"
+        raise TypeError(f"mailbox must be a store: pass {opener}({str(mailbox)!r})")
     if not isinstance(mailbox, Mailbox):
         raise TypeError(
             "mailbox must have put_if_absent, get, list and delete, which "

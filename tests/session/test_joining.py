@@ -80,10 +80,12 @@ def test_a_bad_argument_is_named(changes: dict[str, Any], kind: type[Exception],
 
 
 def test_a_path_is_not_a_mailbox_yet() -> None:
-    with pytest.raises(TypeError, match=r"open_mailbox\('runs/x'\)"):
+    with pytest.raises(TypeError, match=r"FilesystemMailbox\('runs/x'\)"):
         gm.Session(net(), algorithm=ALGORITHM, mailbox="runs/x")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"open_mailbox\('runs/x'\)"):
+    with pytest.raises(TypeError, match=r"FilesystemMailbox\('runs/x'\)"):
         gm.align(net(), mailbox=Path("runs/x"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"open_mailbox\('s3://b/x'\)"):
+        gm.align(net(), mailbox="s3://b/x")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("box", [None, {}, object()])
