@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -27,6 +27,7 @@ from gradientmail.testing.plans import (
 from gradientmail.testing.schedules import main, simulate
 from gradientmail.testing.simulated import Connection
 from gradientmail.testing.vector import VectorBackend
+from gradientmail.verification import Violation
 
 SHORT = Plan(
     DiLoCo(sync_every=2, fragments=2),
@@ -58,6 +59,17 @@ def test_random_schedules(wanted: int, count: Callable[[str, int], None]) -> Non
     count("random schedules", wanted)
 
 
+def violations_of_strikes(
+    node: int, how: How, numbers: Iterable[int]
+) -> dict[int, tuple[Violation, ...]]:
+    """What the short run violates when one call of a node goes wrong, by that call's number."""
+    found = {
+        number: simulate(replace(SHORT, strikes=(Strike(node, number, how),))).violations
+        for number in numbers
+    }
+    return {number: violations for number, violations in found.items() if violations}
+
+
 @pytest.mark.parametrize("how", STRIKES)
 @pytest.mark.parametrize("node", [0, 1])
 def test_every_single_fault_of_a_short_run(
@@ -69,12 +81,7 @@ def test_every_single_fault_of_a_short_run(
     """
     stride = 10 if wanted < 1000 else 1
     numbers = range(1 + (2 * STRIKES.index(how) + node) % stride, CALLS + 1, stride)
-    failed = {
-        number: found
-        for number in numbers
-        if (found := simulate(replace(SHORT, strikes=(Strike(node, number, how),))).violations)
-    }
-    assert failed == {}
+    assert violations_of_strikes(node, how, numbers) == {}
     count("single faults", len(numbers))
 
 
@@ -86,12 +93,7 @@ def test_work_that_fails_once_makes_no_wrong_delta_and_no_wrong_commit(
     """What a node gives to other threads, before or after it is done: memory runs out, say."""
     stride = 4 if wanted < 1000 else 1
     numbers = range(1 + (2 * WORK_STRIKES.index(how) + node) % stride, WORK + 1, stride)
-    failed = {
-        number: found
-        for number in numbers
-        if (found := simulate(replace(SHORT, strikes=(Strike(node, number, how),))).violations)
-    }
-    assert failed == {}
+    assert violations_of_strikes(node, how, numbers) == {}
     count("single faults of work", len(numbers))
 
 
