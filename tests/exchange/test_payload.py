@@ -1,5 +1,6 @@
 """Payloads: the safetensors library's own bytes, and what other bytes get."""
 
+import ctypes
 import hashlib
 import json
 import tracemalloc
@@ -293,7 +294,7 @@ def test_hash_is_of_all_bytes() -> None:
     assert sha256_hex(b"") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 
-def test_take_is_asked_once_for_the_exact_size() -> None:
+def test_take_is_asked_once_for_the_exact_size_and_its_way_to_a_cache_line() -> None:
     asked: list[int] = []
 
     def taking(nbytes: int) -> memoryview:
@@ -301,4 +302,13 @@ def test_take_is_asked_once_for_the_exact_size() -> None:
         return take(nbytes)
 
     LAYOUT.blank(taking)
-    assert asked == [LAYOUT.nbytes]
+    assert asked == [LAYOUT.nbytes + -len(LAYOUT.header) % 64]
+
+
+@pytest.mark.parametrize("more", range(0, 64, 8))
+def test_data_in_pooled_memory_begins_at_a_cache_line(more: int) -> None:
+    layout = PayloadLayout([TensorSpec("x" * (1 + more), "F32", (2**14,))])
+    buffer = layout.blank(BufferPool().take)
+    assert layout.check(buffer) is layout.slots
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    assert (address + len(layout.header)) % 64 == 0
