@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gradientmail import buffers
-from gradientmail.buffers import PAGE, SMALL, BufferPool, show
+from gradientmail.buffers import GRAIN, PAGE, SMALL, BufferPool, show
 
 BIG = 2 * SMALL
 
@@ -71,6 +71,16 @@ def test_memory_is_used_again_when_the_last_view_is_gone(make: Callable[[], Buff
     gc.collect()
     found = {address(one) for one in [pool.take(BIG) for _ in range(4)]}
     assert where in found
+
+
+def test_memory_is_used_again_for_a_payload_whose_header_is_a_little_longer() -> None:
+    pool = BufferPool()
+    view, behind = pool.take(GRAIN * 7 // 2 - 8), pool.take(BIG)
+    where = address(view)
+    del view
+    longer = pool.take(GRAIN * 7 // 2 + 8)
+    assert address(longer) == where
+    assert address(behind) == where + GRAIN * 4
 
 
 @each_pool

@@ -24,6 +24,9 @@ from gradientmail.forking import lock_over_forks
 PAGE = mmap.PAGESIZE
 SMALL = 2**16
 """Buffers below this many bytes are not pooled."""
+GRAIN = max(PAGE, 2**16)
+"""Host memory is handed out in multiples of it, so that payloads which differ in a few bytes of
+their headers fit where another one was."""
 RESERVED = 2**34
 """Bytes of address space that host memory is reserved in at a time; memory only once touched."""
 TURNS = 2
@@ -170,7 +173,8 @@ class BufferPool:
         """A writable view of exactly ``nbytes`` bytes, with whatever content they had."""
         if nbytes < SMALL and self._allocate is None:
             return memoryview(bytearray(nbytes))
-        size = max(-(-nbytes // PAGE), 1) * PAGE
+        grain = PAGE if self._allocate else GRAIN
+        size = max(-(-nbytes // grain), 1) * grain
         with self._lock:
             self._mend()
             block, start = self._carve(size)
