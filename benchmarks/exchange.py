@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from bare import BareSession
 from measure import MIB, Floor, show
 
 import gradientmail as gm
@@ -46,6 +47,11 @@ class Workload:
     compression: Literal["off", "zstd"] = "off"
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether ``bare.py`` does the same work."""
+        return self.dtype == "float32" and self.compression == "off" and not self.options
+
 
 WORKLOADS = (
     Workload("W"),
@@ -58,26 +64,48 @@ WORKLOADS = (
 )
 
 
-def node(rank: int, work: Workload, steps: int, folder: str, out: Any, gate: Any) -> None:
-    """One process: join, wait for the others, train, report."""
+def node(
+    rank: int, work: Workload, steps: int, folder: str, out: Any, gate: Any, bare: bool
+) -> None:
+    """One process: join, wait for the others, train, report; ``bare`` without the library."""
     torch.set_num_threads(1)
     model = torch.nn.ParameterList(
         torch.zeros(count, dtype=getattr(torch, work.dtype)) for count in work.tensors
     )
     mailbox = CountingMailbox(gm.FilesystemMailbox(folder))
-    seen: list[tuple[float, events.Event]] = []
+    seen: dict[str, list[tuple[int, float]]] = {"published": [], "committed": []}
     base = peak = _rss()
-    session = gm.Session(
-        model,
-        algorithm=gm.DiLoCo(
-            work.sync_every, work.fragments, quorum_size=work.nodes, **work.options
-        ),
-        mailbox=mailbox,
-        learner_id=f"n{rank}",
-        poll_interval=work.poll_interval,
-        compression=work.compression,
-        callbacks=(lambda event: seen.append((time.time(), event)),),
-    )
+
+    def tell(event: events.Event) -> None:
+        if isinstance(event, events.SnapshotPublished):
+            seen["published"].append((event.round, time.time()))
+        elif isinstance(event, events.RoundCommitted):
+            seen["committed"].append((event.round, time.time()))
+
+    session: gm.Session | BareSession
+    if bare:
+        session = BareSession(
+            list(model),
+            rank=rank,
+            nodes=work.nodes,
+            fragments=work.fragments,
+            every=-(-work.sync_every // work.fragments),
+            poll=work.poll_interval / 8,
+            folder=Path(folder),
+            tell=lambda what, number: seen[what].append((number, time.time())),
+        )
+    else:
+        session = gm.Session(
+            model,
+            algorithm=gm.DiLoCo(
+                work.sync_every, work.fragments, quorum_size=work.nodes, **work.options
+            ),
+            mailbox=mailbox,
+            learner_id=f"n{rank}",
+            poll_interval=work.poll_interval,
+            compression=work.compression,
+            callbacks=(tell,),
+        )
     ended = threading.Event()
 
     def look() -> None:
@@ -111,8 +139,7 @@ def node(rank: int, work: Workload, steps: int, folder: str, out: Any, gate: Any
             "memory": peak - base,
             "inside": sum(inside),
             "calls": dict(mailbox.calls),
-            "published": [(e.round, t) for t, e in seen if type(e) is events.SnapshotPublished],
-            "committed": [(e.round, t) for t, e in seen if type(e) is events.RoundCommitted],
+            **seen,
             "digest": digest.hexdigest(),
         }
     )
@@ -123,13 +150,15 @@ def _rss() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) * 1024
 
 
-def run(work: Workload, steps: int, folder: str | None) -> dict[str, object]:
-    """One workload; its row."""
+def run(work: Workload, steps: int, folder: str | None, *, bare: bool = False) -> dict[str, object]:
+    """One workload; its row. ``bare`` does the work of its rounds without the library."""
     context = multiprocessing.get_context("spawn")
     out, gate = context.Queue(), context.Barrier(work.nodes)
     with tempfile.TemporaryDirectory(dir=folder) as root:
         processes = [
-            context.Process(target=node, args=(rank, work, steps, root, out, gate), daemon=True)
+            context.Process(
+                target=node, args=(rank, work, steps, root, out, gate, bare), daemon=True
+            )
             for rank in range(work.nodes)
         ]
         for process in processes:
@@ -142,7 +171,7 @@ def run(work: Workload, steps: int, folder: str | None) -> dict[str, object]:
             for process in processes:
                 process.join(10)
                 process.kill()
-    return _row(work, found)
+    return _row(work, found) | ({"workload": f"{work.name}, bare"} if bare else {})
 
 
 def _row(work: Workload, found: list[dict[str, Any]]) -> dict[str, object]:
@@ -193,7 +222,7 @@ def main() -> None:
     chosen = [one for one in WORKLOADS if is_chosen(one.name, args.only)]
     if not chosen:
         parser.error(f"--only {args.only}: not in any of {[one.name for one in WORKLOADS]}")
-    rows = []
+    rows: list[dict[str, object]] = []
     for usual in chosen:
         work = replace(usual, step_seconds=args.step_seconds or usual.step_seconds)
         torch.set_num_threads(1)
@@ -202,9 +231,13 @@ def main() -> None:
         row = run(work, args.steps, args.folder)
         row["floor_cpu_s"] = round(floor, 3)
         row["ratio"] = round(float(str(row["cpu_s"])) / floor, 2)
-        rows.append(row)
+        new = [row]
+        if work.is_plain:
+            new.append(run(work, args.steps, args.folder, bare=True))
+        rows += new
         if not args.json:
-            print(json.dumps({**row, "settings": asdict(work)["options"]}), flush=True)
+            for row in new:
+                print(json.dumps({**row, "settings": asdict(work)["options"]}), flush=True)
     show("exchange", rows, as_json=args.json)
 
 

@@ -1,0 +1,133 @@
+"""The work of a round without the library: what an exchange costs at least, on this machine, now.
+
+The same bytes are copied, subtracted, hashed, written, read, summed and stepped, in plain calls of
+PyTorch, hashlib and the file system, one after the other on one thread beside the training: no
+records, no leases, no election, no faults, nothing checked.
+"""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from measure import bare_step
+
+
+class BareSession:
+    """Stands where ``gm.Session`` stands in ``exchange.py``; node 0 merges every round."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        *,
+        rank: int,
+        nodes: int,
+        fragments: int,
+        every: int,
+        poll: float,
+        folder: Path,
+        tell: Callable[[str, int], None],
+    ) -> None:
+        """fp32 ``parameters``, split evenly; ``tell`` hears of snapshots and commits as they land.
+
+        ``every``: steps from one snapshot to the next at least. ``poll``: seconds between looks.
+        """
+        self.rounds_seen = -1
+        share = len(parameters) // fragments
+        self._fragments = [
+            [one.data for one in parameters[p * share : (p + 1) * share or None]]
+            for p in range(fragments)
+        ]
+        size = max(sum(map(torch.numel, own)) for own in self._fragments)
+        self._snapshot, self._theta, self._momentum = (torch.zeros(size) for _ in range(3))
+        self._fetched = bytearray(4 * size)
+        self._rank, self._nodes, self._every, self._poll = rank, nodes, every, poll
+        self._folder, self._tell = folder, tell
+        self._steps = 0
+        self._written: dict[int, list[Path]] = {}
+        self._work: threading.Thread | None = None
+        self._ended = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended = True
+        if self._work is not None:
+            self._work.join()
+
+    def step(self, samples: int) -> None:
+        """Copy a commit in if one has come, then a snapshot out if one is due."""
+        self._steps += samples > 0
+        if self._work is not None:
+            if self._work.is_alive():
+                return
+            self._work = None
+            self.rounds_seen += 1
+            own = self._fragments[self.rounds_seen % len(self._fragments)]
+            torch._foreach_copy_(own, self._parts(self._theta, own))
+        if self._steps >= self._every:
+            self._steps = 0
+            number = self.rounds_seen + 1
+            own = self._fragments[number % len(self._fragments)]
+            torch._foreach_copy_(self._parts(self._snapshot, own), own)
+            self._work = threading.Thread(target=self._exchange, args=(number,))
+            self._work.start()
+
+    @staticmethod
+    def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        count = sum(map(torch.numel, like))
+        parts = flat[:count].split([one.numel() for one in like])
+        return [part.view_as(one) for part, one in zip(parts, like, strict=True)]
+
+    def _exchange(self, number: int) -> None:
+        torch.sub(self._snapshot, self._theta, out=self._snapshot)
+        self._put(number, f"delta-{self._rank}", self._snapshot)
+        self._tell("published", number)
+        if self._rank:
+            self._get(number, "theta")
+            return
+        merged = self._snapshot
+        merged.norm()
+        for other in range(1, self._nodes):
+            found = self._get(number, f"delta-{other}")
+            if found is None:
+                return
+            found.norm()
+            torch.dot(merged, found)
+            merged.add_(found)
+        bare_step(self._theta, merged, self._momentum)
+        self._put(number, "theta", self._theta)
+        self._put(number, "momentum", self._momentum)
+        self._tell("committed", number)
+
+    def _put(self, number: int, name: str, tensor: torch.Tensor) -> None:
+        data = memoryview(tensor.numpy()).cast("B")
+        hashlib.sha256(data).digest()
+        path = self._folder / f"{number}-{name}"
+        with path.with_suffix(".new").open("wb", buffering=0) as file:
+            file.write(data)
+        path.with_suffix(".new").rename(path)
+        self._written.setdefault(number, []).append(path)
+        for old in self._written.pop(number - 2, ()):
+            old.unlink()
+
+    def _get(self, number: int, name: str) -> torch.Tensor | None:
+        path = self._folder / f"{number}-{name}"
+        while not path.exists():
+            if self._ended:
+                return None
+            time.sleep(self._poll)
+        with path.open("rb", buffering=0) as file:
+            file.readinto(self._fetched)
+        hashlib.sha256(self._fetched).digest()
+        return torch.frombuffer(self._fetched, dtype=torch.float32)
