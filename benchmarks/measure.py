@@ -24,6 +24,23 @@ def median_seconds(work: Callable[[], object], *, repeats: int = 7) -> float:
     return sorted(times)[repeats // 2]
 
 
+def wall_seconds(
+    *works: Callable[[], object], repeats: int = 9, after: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Medians of the wall time of calls made in turn, after one of each that warms up.
+
+    ``after`` is called after each, and not timed.
+    """
+    times: list[list[float]] = [[] for _ in works]
+    for _ in range(repeats + 1):
+        for work, taken in zip(works, times, strict=True):
+            began = time.perf_counter()
+            work()
+            taken.append(time.perf_counter() - began)
+            after()
+    return [sorted(taken[1:])[repeats // 2] for taken in times]
+
+
 class Floor:
     """CPU seconds of the bare work on ``nbytes`` bytes in warm buffers, one thread.
 

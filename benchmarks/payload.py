@@ -6,12 +6,13 @@
 import argparse
 import asyncio
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import zstandard
-from measure import Floor, median_seconds, show
+from measure import Floor, median_seconds, show, wall_seconds
 
 import gradientmail as gm
 from gradientmail.backend import Backend, MlxBackend, NumpyBackend, TorchBackend
@@ -62,26 +63,34 @@ def main() -> None:
     row("hash", median_seconds(lambda: sha256_hex(buffer)), floor.hash, "sha256")
     with tempfile.TemporaryDirectory() as folder:
         mailbox, keys = gm.FilesystemMailbox(folder), iter(range(1000))
-        run = asyncio.Runner()
+        run, path, warm = asyncio.Runner(), Path(folder) / "plain", bytearray(buffer.nbytes)
 
         def put() -> None:
-            key = f"blob/{next(keys)}"
-            run.run(mailbox.put_if_absent(key, buffer))
-            run.run(mailbox.delete([key]))
+            run.run(mailbox.put_if_absent(f"blob/{next(keys)}", buffer))
 
-        def write() -> None:
-            path = Path(folder) / f"plain{next(keys)}"
+        def write(*, flushed: bool) -> None:
             with path.open("wb", buffering=0) as file:
                 file.write(buffer)
-                flush(file.fileno())
-            path.unlink()
+                if flushed:
+                    flush(file.fileno())
 
-        took = median_seconds(put)
-        row("folder put", took, median_seconds(write), "write a file to the disk")
-        row("folder put", took, floor.write, "write a file, not flushed")
+        def read() -> None:
+            with path.open("rb", buffering=0) as file:
+                file.readinto(warm)
+
+        def tidy() -> None:
+            path.unlink(missing_ok=True)
+            run.run(mailbox.delete(run.run(mailbox.list("blob/"))))
+
         run.run(mailbox.put_if_absent("kept", buffer))
-        get = median_seconds(lambda: run.run(mailbox.get("kept")))
-        row("folder get", get, floor.read, "read it")
+        took, flushed, kept = wall_seconds(
+            put, partial(write, flushed=True), partial(write, flushed=False), after=tidy
+        )
+        row("folder put, wall", took, flushed, "write a file to the disk, wall")
+        row("folder put, wall", took, kept, "write a file, not flushed, wall")
+        write(flushed=False)
+        got, bare = wall_seconds(lambda: run.run(mailbox.get("kept")), read)
+        row("folder get, wall", got, bare, "read it, wall")
         run.close()
     for dtype, packed, scales in (("F8_E4M3", nbytes // 4, 4), ("F4", nbytes // 8, nbytes // 128)):
         shape = (nbytes // 4,)
