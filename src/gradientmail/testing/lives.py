@@ -3,30 +3,38 @@
 import asyncio
 import hashlib
 import math
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle
 
 from gradientmail.errors import LearnerReplaced
 from gradientmail.events import Event, LearnerLost, RoundCommitted, TaskFailed, TookOver
 from gradientmail.exchange.lease_book import kept_seconds
 from gradientmail.node import Settings
-from gradientmail.testing.plans import NodePlan, Plan
+from gradientmail.testing.plans import PLAIN, Formats, NodePlan, Plan
 from gradientmail.testing.recording import RecordingMailbox, Witness
 from gradientmail.testing.simulated import SimulatedMailbox, SimulatedStore
 from gradientmail.testing.striking import StrikingMailbox, StrikingWork
-from gradientmail.testing.vector import Vector
+from gradientmail.testing.vector import Vector, put
+from gradientmail.testing.vector_formats import Packed
 from gradientmail.testing.virtual_time import VirtualClock
 from gradientmail.testing.world import SimulatedNode, Training
 
 SHAPES = {"a.weight": 3, "b.weight": 2, "c.embed": 4}
+BUFFERS = {"d.mean": 2, "d.variance": 2}
 PAUSE_SECONDS = 30.0
 """How long a node sleeps whose call was struck by a pause."""
 
 
-def model_of(number: int) -> Vector:
+def model_of(number: int, formats: Formats = PLAIN) -> Vector:
     """A small model that differs from node to node."""
-    return Vector({name: [number + 0.25 * i for i in range(n)] for name, n in SHAPES.items()})
+    buffers = BUFFERS if formats.buffers else {}
+    shapes = SHAPES | buffers
+    return Vector(
+        {name: [number + 0.25 * i for i in range(n)] for name, n in shapes.items()},
+        dtypes=dict(zip(shapes, cycle(formats.parameters), strict=False)),
+        buffers=buffers,
+    )
 
 
 MOST_A_STEP = 504 / 20_000
@@ -34,18 +42,25 @@ MOST_A_STEP = 504 / 20_000
 
 
 def drift(number: int) -> Callable[[object, int], None]:
-    """A training that moves a model somewhere else on every node and in every step."""
+    """A training that moves a model somewhere else on every node and in every step.
+
+    A value that rounding would take further stays where it is.
+    """
 
     def change(model: object, local_step: int) -> None:
         assert isinstance(model, Vector)
         for place, row in enumerate(model.values.values()):
             moved: list[float] = []
-            for index, value in enumerate(row):
+            old = row.tolist()
+            for index, value in enumerate(old):
                 mixed = (
                     (local_step + 1) * 7919 + number * 104729 + place * 1299709 + index * 15485863
                 )
                 moved.append(value + (mixed % 1009 - 504) / 20_000)
-            row[:] = memoryview(array("f", moved))
+            if isinstance(row, Packed):
+                pairs = zip(old, row.rounded(moved), strict=True)
+                moved = [new if abs(new - was) <= MOST_A_STEP else was for was, new in pairs]
+            put(row, moved)
 
     return change
 
@@ -141,7 +156,7 @@ class Life:
             model = self.node.training.model
             assert isinstance(model, Vector)
             for row in model.values.values():
-                row[:1] = memoryview(array("f", [math.nan]))
+                put(row, [math.nan, *row.tolist()[1:]])
 
     def rest(self) -> None:
         """Train no more, and stay."""
@@ -174,14 +189,18 @@ class Life:
             self.calls, self.work = mailbox, work
         node = SimulatedNode(
             mailbox=mailbox,
-            settings=Settings(own.name, plan.poll_interval, plan.lease_every, plan.lease_timeout),
+            settings=self._settings(),
             algorithm=plan.algorithm,
             training=Training(
-                model_of(self.number), drift(self.number), step_seconds=own.step_seconds
+                model_of(self.number, plan.formats),
+                drift(self.number),
+                step_seconds=own.step_seconds,
+                average_buffers=plan.formats.buffers,
             ),
             seed=1000 * plan.seed + 10 * self.number + process,
             clock=self._clock,
             offload=work,
+            posted=partial(self.recording.expect, own.name),
         )
         node.announce = partial(self._heard, node)
         try:
@@ -199,6 +218,16 @@ class Life:
                 self.node = None
             if hasattr(node, "node"):
                 await node.kill()
+
+    def _settings(self) -> Settings:
+        plan, compressed = self.plan, self.plan.formats.compressed
+        return Settings(
+            self.own.name,
+            plan.poll_interval,
+            plan.lease_every,
+            plan.lease_timeout,
+            compressed=compressed[self.number % len(compressed)],
+        )
 
     async def _work(self, node: SimulatedNode, work: StrikingWork, process: int) -> None:
         if process == self._processes:
@@ -248,7 +277,8 @@ class Life:
                     self.recording.tell("anchors", self.own.name, f"version of round {number}")
                     return
                 ref = records[number].theta
-            if hashlib.sha256(version.payload.buffer).hexdigest() != ref.sha256:
+            found = hashlib.sha256(version.payload.buffer).hexdigest()
+            if found != self.recording.plain_sha256(ref):
                 self.recording.tell("anchors", self.own.name, f"is not the bytes of {ref.key}")
 
     def _heard(self, node: SimulatedNode, event: Event) -> None:

@@ -89,6 +89,24 @@ class NodePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Formats:
+    """How the numbers of a world lie in its models and in its store.
+
+    The precision of deltas and commits is the algorithm's.
+    """
+
+    parameters: tuple[str, ...] = ("F32",)
+    """F32, F16 or BF16, by turns for one tensor after the other."""
+    compressed: tuple[bool, ...] = (False,)
+    """Whether payloads are written with zstd, which has to be installed; by turns for each node."""
+    buffers: bool = False
+    """Whether models have buffers, which are averaged."""
+
+
+PLAIN = Formats()
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A world's whole life: faults for ``seconds``, then calm, quiet, and the end."""
 
@@ -101,6 +119,7 @@ class Plan:
     poll_interval: float = 0.5
     lease_every: float = 3.0
     lease_timeout: float = 9.0
+    formats: Formats = PLAIN
 
 
 ALGORITHMS = (
@@ -115,7 +134,33 @@ ALGORITHMS = (
 
 
 def random_plan(seed: int) -> Plan:
-    """The plan of a seed: 1 to 4 nodes, up to 6 faults in a minute or two."""
+    """The plan of a seed: 1 to 4 nodes, up to 6 faults in a minute or two, any formats."""
+    return with_random_formats(faulty_plan(seed), seed)
+
+
+def with_random_formats(plan: Plan, seed: int) -> Plan:
+    """Half of the plans as they are, the others with other formats, and the same faults."""
+    random = Random(f"formats {seed}")
+    if random.random() < 0.5:
+        return plan
+    algorithm, kept = plan.algorithm, plan.algorithm.commit_dtype
+    algorithm = replace(
+        algorithm,
+        delta_dtype=random.choice((None, None, "F32", "F16", "BF16", "F8_E4M3", "F4", "F4")),
+        commit_dtype=random.choice((kept, kept, kept, "F16", "BF16", "F8_E4M3", "F4", "F4")),
+    )
+    formats = Formats(
+        parameters=random.choice(
+            (("F32",), ("F32",), ("F16",), ("BF16",), ("BF16", "F32"), ("F32", "F16", "BF16"))
+        ),
+        compressed=random.choice(((False,), (True,), (False, True))),
+        buffers=random.random() < 0.4,
+    )
+    return replace(plan, algorithm=algorithm, formats=formats)
+
+
+def faulty_plan(seed: int) -> Plan:
+    """The plan of a seed without what is said of formats: all F32, updates in a third of them."""
     random = Random(f"plan {seed}")
     count = random.choice((1, 2, 2, 3, 3, 4))
     seconds = random.choice((40.0, 80.0))

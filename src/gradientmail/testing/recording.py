@@ -7,27 +7,30 @@ that nothing is deleted while somebody may need it.
 
 import hashlib
 import math
-from collections.abc import Awaitable, Buffer, Callable, Coroutine, Iterable, Mapping
-from functools import partial
+from collections.abc import Awaitable, Buffer, Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, override
+from typing import override
 
-from gradientmail.algorithm.precision import decode_tensors, fp32_array
 from gradientmail.backend.base import Backend
 from gradientmail.collecting import judge
 from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.layout import BlobKey
-from gradientmail.exchange.records import Manifest, RoundRecord, SnapshotRecord
+from gradientmail.exchange.payload import sha256_hex
+from gradientmail.exchange.records import Manifest, Ref, RoundRecord, SnapshotRecord
+from gradientmail.exchange.sealing import Payload
+from gradientmail.handoff import Outgoing
 from gradientmail.mailbox.memory import MemoryMailbox
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
-from gradientmail.run import Run, payload_arrays, read_run
+from gradientmail.run import Run, read_run
 from gradientmail.sweeping import stale
+from gradientmail.testing.recomputing import buffer_faults, delta_fault, delta_sha256
+from gradientmail.testing.virtual_time import at_once
 from gradientmail.verification import INVARIANTS, Violation
 from gradientmail.verification.arithmetic import State
 from gradientmail.verification.commits import Commits
-from gradientmail.verification.reading import memory, reading_exchange
+from gradientmail.verification.reading import reading_exchange
 from gradientmail.verification.structure import (
     MOST_BEATS,
     leftover_violations,
@@ -39,7 +42,9 @@ WITNESSED: Mapping[str, str] = MappingProxyType(
     | {
         "order": "a record comes after all that it names; a claim follows the commit before it",
         "deletes": "nothing is deleted that a node may still need",
-        "deltas": "without mixing, a delta is no longer than its learner's steps can have gone",
+        "deltas": "a delta is how far its learner's parameters were from their anchor when it was "
+        "due, rounded once; without mixing, no longer than its steps can have gone",
+        "buffers": "an averaged buffer moves by the weighted mean of its learners",
         "counts": "without mixing, no step of a learner counts in two commits of one fragment",
         "anchors": "what a learner measures its delta from is a committed version, to the byte",
         "told": "a node that says that it committed has committed",
@@ -57,11 +62,17 @@ class RecordingMailbox(MemoryMailbox):
     """A store in memory that collects violations, and a hash of everything that happened."""
 
     def __init__(
-        self, *, backend: Backend, now: Callable[[], float], most_a_step: float = math.inf
+        self,
+        *,
+        backend: Backend,
+        now: Callable[[], float],
+        most_a_step: float = math.inf,
+        averaged: Iterable[str] = (),
     ) -> None:
         """``backend`` computes commits again; ``now`` is when, for the history.
 
-        No step of a learner moves a value further than ``most_a_step``.
+        No step of a learner moves a value further than ``most_a_step``. ``averaged`` are the
+        models' buffers.
         """
         super().__init__()
         self.violations: list[Violation] = []
@@ -76,6 +87,11 @@ class RecordingMailbox(MemoryMailbox):
         self._backend = backend
         self._now = now
         self._most_a_step = most_a_step
+        self._averaged = frozenset(averaged)
+        self._expected: dict[tuple[int, str], set[str]] = {}
+        """By round and learner, the sha256 of the deltas that follow from its snapshots."""
+        self._plain: dict[str, str] = {}
+        """By key, the sha256 that compressed parameters have as safetensors."""
         self._history = hashlib.sha256()
         self._foreign: set[str] = set()
         self._exchange: Exchange | None = None
@@ -104,6 +120,16 @@ class RecordingMailbox(MemoryMailbox):
     def share(self, learner: str) -> None:
         """Several processes have this id, one after the other or at once: steps begin anew."""
         self._shared.add(learner)
+
+    def expect(self, learner: str, outgoing: Outgoing) -> None:
+        """A learner has taken a snapshot of its parameters, and may publish its delta."""
+        assert self.run is not None
+        expected = self._expected.setdefault((outgoing.round, learner), set())
+        expected.add(delta_sha256(self._backend, self.run, outgoing))
+
+    def plain_sha256(self, theta: Ref) -> str:
+        """The sha256 of committed parameters as safetensors, whatever codec stored them."""
+        return self._plain.get(theta.key, theta.sha256)
 
     def tell(self, invariant: str, key: str, detail: str) -> None:
         """Note a violation."""
@@ -164,8 +190,16 @@ class RecordingMailbox(MemoryMailbox):
         self.run = read_run(Manifest.from_bytes(data))
         self._exchange = reading_exchange(self)
         self._commits = Commits(self.run, self._exchange, self._backend, self._tell_again)
+        if self.run.averaged != self._averaged:
+            self.tell("manifest", layout.MANIFEST, f"buffers are {sorted(self.run.averaged)}")
         for fragment in self.run.fragments:
-            self._states[fragment.index] = at_once(self._commits.initial(fragment))
+            self._put(fragment.index, at_once(self._commits.initial(fragment)))
+
+    def _put(self, fragment: int, state: State | None) -> None:
+        """Hold a version that has been committed."""
+        self._states[fragment] = state
+        if state is not None and state.theta.ref.key.endswith(layout.ZSTD_EXT):
+            self._plain[state.theta.ref.key] = sha256_hex(state.theta.buffer)
 
     def _claim(self, number: int | None, attempt: int, key: str) -> None:
         if number is not None and number > len(self.records):
@@ -202,30 +236,28 @@ class RecordingMailbox(MemoryMailbox):
         return not mixing and learner not in self._shared
 
     def _check_delta(self, record: SnapshotRecord) -> None:
-        """Whether a delta can be merged, decoded as a closer would, and may be true."""
+        """Whether a delta can be merged, and is what its learner's snapshot gives."""
+        delta = self._delta(record)
+        if delta is None or self.run is None:
+            return
+        fault = delta_fault(self._backend, self.run, record, delta, self._most_a_step)
+        if fault is not None:
+            self.tell(fault[0], record.key, fault[1])
+        expected = self._expected.get((record.round, record.learner))
+        if expected is not None and record.steps and sha256_hex(delta.buffer) not in expected:
+            self.tell("deltas", record.key, "its delta is not that of a snapshot, rounded once")
+
+    def _delta(self, record: SnapshotRecord) -> Payload | None:
+        """The payload of a snapshot; None, told, when it cannot be read."""
         run, exchange = self.run, self._exchange
         if run is None or exchange is None:
-            return
+            return None
         fragment = run.fragments[run.schedule.fragment(record.round)]
         try:
-            payload = at_once(exchange.fetch(record.payload, fragment.delta))
+            return at_once(exchange.fetch(record.payload, fragment.delta))
         except PayloadCorrupt as error:
             self.tell("snapshots", record.key, str(error))
-            return
-        if payload is None:
-            return  # told already
-        arrays = payload_arrays(self._backend, payload)
-        dtype = run.algorithm.delta_dtype
-        blank = partial(fp32_array, self._backend, take=memory)
-        decoded = decode_tensors(self._backend, arrays, dtype, fragment.specs, blank)
-        square = sum(map(self._backend.sum_of_squares, decoded.values()))
-        count = sum(spec.count for spec in fragment.specs)
-        furthest = self._most_a_step * record.steps * math.sqrt(count)
-        if not math.isfinite(square):
-            self.tell("snapshots", record.key, "its delta is not finite")
-        elif math.sqrt(square) > 1.01 * furthest and not run.algorithm.mixing:
-            length = f"{math.sqrt(square):g} long, {record.steps} steps go {furthest:g}"
-            self.tell("deltas", record.key, f"its delta is {length} at most")
+            return None
 
     def _commit(self, number: int, key: str, data: bytes) -> None:
         if number != len(self.records) or self.run is None or self._commits is None:
@@ -235,30 +267,41 @@ class RecordingMailbox(MemoryMailbox):
         for violation in record_violations(self.run, number, record):
             self._tell_again(violation)
         fragment = self.run.schedule.fragment(number)
+        deltas: dict[str, Payload] = {}
         for one in record.participants:
             self._counted[one.learner, fragment] = one.local_step
-            self._hash_delta(number, one.learner)
+            delta = self._hash_delta(number, one.learner)
+            if delta is not None:
+                deltas[one.learner] = delta
         for ref in record.payloads:
             if ref.key not in self._objects:
                 self.tell("order", key, f"{ref.key} is not there yet")
         old = self._states.get(fragment)
-        self._states[fragment] = at_once(self._commits.check(record, old, complete=True))
+        new = at_once(self._commits.check(record, old, complete=True))
+        self._put(fragment, new)
+        if self._averaged and old and new and len(deltas) == len(record.participants):
+            for text in buffer_faults(self._backend, self.run, record, deltas, old, new):
+                self.tell("buffers", key, text)
+        self._expected = {at: one for at, one in self._expected.items() if at[0] > number}
         self.records.append(record)
         self.committed_at = self._now()
         last, fragments = number, len(self.run.fragments)
         for violation in leftover_violations(self._objects, last, fragments):
             self._tell_again(violation)
 
-    def _hash_delta(self, number: int, learner: str) -> None:
-        """Without the exchange's own check, which may be what is broken."""
+    def _hash_delta(self, number: int, learner: str) -> Payload | None:
+        """Without the exchange's own check, which may be what is broken; the delta, if whole."""
         key = layout.snapshot_key(number, learner)
         try:
-            ref = SnapshotRecord.from_bytes(self._objects.get(key, b"")).payload
+            record = SnapshotRecord.from_bytes(self._objects.get(key, b""))
         except ProtocolError as error:
             self.tell("snapshots", key, str(error))
-            return
+            return None
+        ref = record.payload
         if hashlib.sha256(self._objects.get(ref.key, b"")).hexdigest() != ref.sha256:
             self.tell("snapshots", ref.key, "is not what its record says")
+            return None
+        return self._delta(record) if self._averaged else None
 
     def leftovers(self) -> list[str]:
         """What is there and no node needs; vandals' objects too."""
@@ -349,13 +392,3 @@ class Witness(WrappedMailbox):
                 if not key.startswith(self._own):
                     self._recording.check_sweep(key, self._kept_seconds)
         return await act()
-
-
-def at_once[T](work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that waits for nothing."""
-    try:
-        work.send(None)
-    except StopIteration as stop:
-        return stop.value
-    work.close()
-    raise RuntimeError(f"{work.__qualname__} waits for something")

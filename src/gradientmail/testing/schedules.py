@@ -14,7 +14,7 @@ from random import Random
 
 from gradientmail.algorithm.schedule import Schedule
 from gradientmail.exchange.lease_book import kept_seconds
-from gradientmail.testing.lives import MOST_A_STEP, Life
+from gradientmail.testing.lives import BUFFERS, MOST_A_STEP, Life
 from gradientmail.testing.plans import Fault, NodePlan, Plan, long_plan, random_plan
 from gradientmail.testing.recording import RecordingMailbox
 from gradientmail.testing.simulated import SimulatedStore
@@ -59,7 +59,10 @@ class Simulation:
         self.plan = plan
         self.store = SimulatedStore(seed=plan.seed)
         self.recording = RecordingMailbox(
-            backend=VectorBackend(), now=self._now, most_a_step=MOST_A_STEP
+            backend=VectorBackend(),
+            now=self._now,
+            most_a_step=MOST_A_STEP,
+            averaged=BUFFERS if plan.formats.buffers else (),
         )
         self.store.mailbox = self.recording
         self.lives = [
@@ -265,6 +268,7 @@ class Simulation:
             poll_interval=self.plan.poll_interval,
             lease_every=self.plan.lease_every,
             lease_timeout=self.plan.lease_timeout,
+            formats=self.plan.formats,
         )
         life = Life(plan, 0, self.store, self.recording)
         life.fault_free = False  # vandals' objects are still there

@@ -100,8 +100,11 @@ def vandalism(run: Run, number: int, random: Random) -> dict[str, bytes]:
 
 
 def _payload(layout_: PayloadLayout, value: float) -> bytes:
-    count = (layout_.nbytes - len(layout_.header)) // 4
-    return layout_.header + array("f", [value] * count).tobytes()
+    """A payload of one value; of another one, and NaN for NaN, in formats that are not all F32."""
+    nbytes = layout_.nbytes - len(layout_.header)
+    if any(slot.dtype != "F32" for slot in layout_.slots.values()):
+        return layout_.header + (b"\xff" if math.isnan(value) else b"\x3c") * nbytes
+    return layout_.header + array("f", [value] * (nbytes // 4)).tobytes()
 
 
 def _snapshot(

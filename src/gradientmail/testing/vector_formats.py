@@ -8,6 +8,7 @@ import struct
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from gradientmail.algorithm.precision import BLOCK
 
@@ -28,7 +29,7 @@ _E4M3, _E2M1 = _magnitudes(3, 7, 127), _magnitudes(1, 1, 8)
 
 
 def _middles(table: Sequence[float]) -> list[float]:
-    return [(x + y) / 2 for x, y in zip(table[:-1], table[1:], strict=True)]
+    return [(x + y) / 2 for x, y in pairwise(table)]
 
 
 _E4M3_MIDDLES, _E2M1_MIDDLES = _middles(_E4M3), _middles(_E2M1)
@@ -69,6 +70,10 @@ class Packed:
     def tolist(self) -> list[float]:
         """Their values."""
         return _unpack(self._buffer, self._dtype)
+
+    def rounded(self, values: Iterable[float]) -> list[float]:
+        """What ``put`` would leave of the values."""
+        return _unpack(memoryview(pack(values, self._dtype)), self._dtype)
 
     def put(self, values: Iterable[float]) -> None:
         """Write all of them, rounded to F32 and then to this format, to nearest even."""

@@ -260,3 +260,13 @@ def run_virtual[T](
 
     with asyncio.Runner(loop_factory=make_loop) as runner:
         return runner.run(main())
+
+
+def at_once[T](work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as stop:
+        return stop.value
+    work.close()
+    raise RuntimeError(f"{work.__qualname__} waits for something")

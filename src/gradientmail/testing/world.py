@@ -14,11 +14,11 @@ from typing import override
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.backend import backend_for
-from gradientmail.backend.base import Backend
+from gradientmail.backend.base import Backend, Parameters
 from gradientmail.buffers import BufferPool
 from gradientmail.clock import Offload, Signal, inline, wait_or_sleep
 from gradientmail.events import Event
-from gradientmail.handoff import Handoff
+from gradientmail.handoff import Handoff, Outgoing
 from gradientmail.learner import Learner
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.node import Node, Settings, planned
@@ -39,17 +39,25 @@ class Training:
     samples: int = 8
     steps_at_once: int = 1
     """Up to so many steps that only count pass on one timer; seen from outside, late."""
+    average_buffers: bool = False
+    """As ``buffers="average"`` of a session does."""
 
 
 class _NoticingHandoff(Handoff):
     """Also tells a simulated training thread, which waits on the loop instead of on a lock."""
 
     noticed: Signal
+    posted: Callable[[Outgoing], object]
 
     @override
     def tell(self) -> None:
         Handoff.tell(self)
         self.noticed.set()
+
+    @override
+    def post(self, outgoing: Outgoing) -> None:
+        self.posted(outgoing)
+        Handoff.post(self, outgoing)
 
 
 @dataclass(slots=True)
@@ -66,6 +74,8 @@ class SimulatedNode:
     events: list[Event] = field(default_factory=list)
     announce: Callable[[Event], None] | None = None
     """Called with every event; None keeps them in ``events``."""
+    posted: Callable[[Outgoing], object] = id
+    """Called with every snapshot, its copy of the parameters complete and not written over yet."""
     node: Node = field(init=False)
     handoff: Handoff = field(init=False)
     learner: Learner = field(init=False)
@@ -74,13 +84,10 @@ class SimulatedNode:
 
     async def join(self) -> None:
         """As constructing a session does; raises what that raises."""
-        model = self.training.model
-        backend: Backend = VectorBackend() if isinstance(model, Vector) else backend_for(model)
-        parameters = backend.bind(model)
-        pool = BufferPool()
-        handoff = _NoticingHandoff(wake=self._wake)
-        handoff.noticed = self._news
-        self.handoff = handoff
+        backend, parameters = self._bind()
+        pool, averaged = BufferPool(), parameters.averaged
+        self.handoff = handoff = _NoticingHandoff(wake=self._wake)
+        handoff.noticed, handoff.posted = self._news, self.posted
         self.node = Node(
             self.mailbox,
             self.settings,
@@ -94,15 +101,15 @@ class SimulatedNode:
         )
         schema = parameters.schema
         fragments = planned(schema, self.algorithm)
-        manifest = await self.node.look(schema, self.algorithm)
+        manifest = await self.node.look(schema, self.algorithm, averaged)
         if manifest is None:
             manifest = await self.node.find(max(one.theta.nbytes for one in fragments))
         if manifest is None:
             buffers = [one.theta.blank(pool.take) for one in fragments]
             for one, buffer in zip(fragments, buffers, strict=True):
                 parameters.capture(arrays_over(backend, buffer, one.theta))()
-            manifest = await self.node.create(schema, self.algorithm, buffers)
-        run, versions = await self.node.enter(manifest, schema, self.algorithm, backend)
+            manifest = await self.node.create(schema, self.algorithm, buffers, averaged)
+        run, versions = await self.node.enter(manifest, schema, self.algorithm, backend, averaged)
         await self.node.hold_lease()
         for version in versions:
             parameters.apply(parameters.stage(version.arrays))
@@ -122,6 +129,13 @@ class SimulatedNode:
             poll_interval=self.settings.poll_interval,
             now=lambda: self._stepped_at,
         )
+
+    def _bind(self) -> tuple[Backend, Parameters]:
+        model = self.training.model
+        backend: Backend = VectorBackend() if isinstance(model, Vector) else backend_for(model)
+        if self.training.average_buffers:
+            return backend, backend.bind_with_buffers(model)
+        return backend, backend.bind(model)
 
     async def train(self, steps: int) -> None:
         """Take so many steps, each ``step_seconds`` on this node's clock."""

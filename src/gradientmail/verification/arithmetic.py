@@ -12,7 +12,14 @@ from functools import partial
 
 from gradientmail.algorithm.merge import Fold, contribution_weight
 from gradientmail.algorithm.outer import FragmentState, Transition, apply_update, outer_steps
-from gradientmail.algorithm.precision import LARGEST, decode_tensors, fp32_array
+from gradientmail.algorithm.precision import (
+    LARGEST,
+    decode_tensors,
+    encode_tensors,
+    fp32_array,
+    largest,
+    update_specs,
+)
 from gradientmail.backend.base import Array, Backend
 from gradientmail.exchange.payload import PayloadLayout, sha256_hex
 from gradientmail.exchange.records import SnapshotRecord
@@ -213,6 +220,7 @@ class Arithmetic:
             arrays = payload_arrays(backend, update)
             before = payload_arrays(backend, old.theta)
             apply_update(backend, fragment.specs, before, arrays, dtype, theta, memory)
+            yield from self._update_faults(fragment, old, new, update)
         else:
             return
         self._hold(fragment, theta, payload_arrays(backend, new.theta))
@@ -221,6 +229,36 @@ class Arithmetic:
         for name, slot in fragment.theta.slots.items():
             if new.theta.data(name) != buffer[slot.start : slot.stop]:
                 yield f"{name}: theta is not what {'the update' if update else 'its master'} gives"
+
+    def _update_faults(
+        self, fragment: Fragment, old: State, new: State, update: Payload
+    ) -> Iterator[str]:
+        """Where ``update`` is not the way from the old theta to the new master, rounded once.
+
+        One that was held at the ends of its format's range is that way as far as it goes.
+        """
+        dtype = self._run.algorithm.commit_dtype
+        assert dtype is not None  # noqa: S101
+        before, after = old.arrays(self._backend), new.arrays(self._backend)
+        for spec in fragment.specs:
+            way = fp32_array(self._backend, spec, memory)
+            self._backend.subtract(after.master(spec.name), before.theta[spec.name], way)
+            for limit in (LARGEST["F32"], largest(dtype)):
+                self._backend.clamp(way, limit)
+                if self._is_encoded(spec, way, dtype, update):
+                    break
+            else:
+                yield f"{spec.name}: the update is not what leads to the master"
+
+    def _is_encoded(self, spec: TensorSpec, way: Array, dtype: str, update: Payload) -> bool:
+        layout = PayloadLayout(update_specs([spec], dtype))
+        buffer = layout.blank(memory)
+        out = arrays_over(self._backend, buffer, layout)
+        encode_tensors(self._backend, {spec.name: way}, [spec], dtype, out)
+        return all(
+            update.data(name) == buffer[slot.start : slot.stop]
+            for name, slot in layout.slots.items()
+        )
 
     def _hold(
         self, fragment: Fragment, theta: Mapping[str, Array], found: Mapping[str, Array]

@@ -166,6 +166,7 @@ class Commits:
             faults += [("commits", text) for text in steps]
         elif old is not None:
             self.counts.consistent += 1
+        if old is not None:  # by itself, too: the outer step that was computed again may be wrong
             traces = arithmetic.trace_faults(fragment, old, new)
             faults += [("commits", text) for text in traces]
         for invariant, text in faults:
