@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -15,14 +16,18 @@ from gradientmail.backend.base import Array
 from gradientmail.testing.plans import (
     ALGORITHMS,
     FAULT_KINDS,
+    PLAIN,
     STRIKES,
     WORK_STRIKES,
     Fault,
+    Formats,
     How,
     NodePlan,
     Plan,
     Strike,
+    faulty_plan,
     random_plan,
+    with_random_formats,
 )
 from gradientmail.testing.schedules import main, simulate
 from gradientmail.testing.simulated import Connection
@@ -37,6 +42,12 @@ SHORT = Plan(
     lease_timeout=4.0,
 )
 """Creates a run, closes some rounds, sweeps them."""
+PACKED = replace(
+    SHORT,
+    algorithm=replace(SHORT.algorithm, delta_dtype="F4", commit_dtype="F8_E4M3"),
+    formats=Formats(("BF16", "F32"), compressed=(True, False), buffers=True),
+)
+"""The same, and more that can go wrong with a payload."""
 CALLS = 60
 """The calls of each node that single faults strike: creation, join, and several rounds."""
 
@@ -59,12 +70,15 @@ def test_random_schedules(wanted: int, count: Callable[[str, int], None]) -> Non
     count("random schedules", wanted)
 
 
+short_plans = pytest.mark.parametrize("plan", [SHORT, PACKED], ids=["plain", "packed"])
+
+
 def violations_of_strikes(
-    node: int, how: How, numbers: Iterable[int]
+    plan: Plan, node: int, how: How, numbers: Iterable[int]
 ) -> dict[int, tuple[Violation, ...]]:
-    """What the short run violates when one call of a node goes wrong, by that call's number."""
+    """What a short run violates when one call of a node goes wrong, by that call's number."""
     found = {
-        number: simulate(replace(SHORT, strikes=(Strike(node, number, how),))).violations
+        number: simulate(replace(plan, strikes=(Strike(node, number, how),))).violations
         for number in numbers
     }
     return {number: violations for number, violations in found.items() if violations}
@@ -72,40 +86,47 @@ def violations_of_strikes(
 
 @pytest.mark.parametrize("how", STRIKES)
 @pytest.mark.parametrize("node", [0, 1])
+@short_plans
 def test_every_single_fault_of_a_short_run(
-    wanted: int, node: int, how: How, count: Callable[[str, int], None]
+    wanted: int, plan: Plan, node: int, how: How, count: Callable[[str, int], None]
 ) -> None:
     """Each call of each node: lost before or after it acts, a crash, a node that wakes up late.
 
-    Without ``--schedules`` every tenth of them, other ones for each kind of fault.
+    Without ``--schedules`` a twentieth of them, other ones for each kind of fault.
     """
-    stride = 10 if wanted < 1000 else 1
-    numbers = range(1 + (2 * STRIKES.index(how) + node) % stride, CALLS + 1, stride)
-    assert violations_of_strikes(node, how, numbers) == {}
+    stride = 20 if wanted < 1000 else 1
+    first = 2 * STRIKES.index(how) + node + 10 * (plan is PACKED)
+    numbers = range(1 + first % stride, CALLS + 1, stride)
+    assert violations_of_strikes(plan, node, how, numbers) == {}
     count("single faults", len(numbers))
 
 
 @pytest.mark.parametrize("how", WORK_STRIKES)
 @pytest.mark.parametrize("node", [0, 1])
+@short_plans
 def test_work_that_fails_once_makes_no_wrong_delta_and_no_wrong_commit(
-    wanted: int, node: int, how: How, count: Callable[[str, int], None]
+    wanted: int, plan: Plan, node: int, how: How, count: Callable[[str, int], None]
 ) -> None:
     """What a node gives to other threads, before or after it is done: memory runs out, say."""
-    stride = 4 if wanted < 1000 else 1
-    numbers = range(1 + (2 * WORK_STRIKES.index(how) + node) % stride, WORK + 1, stride)
-    assert violations_of_strikes(node, how, numbers) == {}
+    stride = 8 if wanted < 1000 else 1
+    first = 2 * WORK_STRIKES.index(how) + node + 4 * (plan is PACKED)
+    numbers = range(1 + first % stride, WORK + 1, stride)
+    assert violations_of_strikes(plan, node, how, numbers) == {}
     count("single faults of work", len(numbers))
 
 
-def test_the_short_run_has_the_calls_that_single_faults_strike() -> None:
-    outcome = simulate(SHORT)
+@short_plans
+def test_the_short_run_has_the_calls_that_single_faults_strike(plan: Plan) -> None:
+    outcome = simulate(plan)
+    assert outcome.violations == ()
     assert min(outcome.calls[:2]) > CALLS
     assert min(outcome.work[:2]) > WORK
 
 
-@pytest.mark.parametrize("commit_dtype", [None, "F32"])
+@pytest.mark.parametrize("commit_dtype", [None, "F32", "F4"])
+@pytest.mark.parametrize("formats", [PLAIN, PACKED.formats], ids=["plain", "packed"])
 def test_tensors_that_are_stepped_in_ranges(
-    monkeypatch: pytest.MonkeyPatch, commit_dtype: str | None
+    monkeypatch: pytest.MonkeyPatch, commit_dtype: str | None, formats: Formats
 ) -> None:
     """As large ones are; all of these are too small for that."""
     monkeypatch.setattr(outer_parts, "PART", 1)
@@ -117,7 +138,7 @@ def test_tensors_that_are_stepped_in_ranges(
 
     monkeypatch.setattr(VectorBackend, "part", part)
     algorithm = replace(SHORT.algorithm, commit_dtype=commit_dtype)
-    outcome = simulate(replace(SHORT, algorithm=algorithm))
+    outcome = simulate(replace(SHORT, algorithm=algorithm, formats=formats))
     assert outcome.violations == ()
     assert outcome.rounds > 2
     assert set(cut) == {1}
@@ -144,6 +165,7 @@ strikes = st.builds(
     faults=st.lists(faults, max_size=5),
     strikes=st.lists(strikes, max_size=4),
     seed=st.integers(0, 1000),
+    formats=st.one_of(st.none(), st.integers(0, 1000)),
 )
 def test_schedules_that_shrink(
     algorithm: DiLoCo,
@@ -152,13 +174,37 @@ def test_schedules_that_shrink(
     faults: list[Fault],
     strikes: list[Strike],
     seed: int,
+    formats: int | None,
 ) -> None:
     nodes = tuple(
         NodePlan(f"n{number}", clock_rate=rate, connection=link)
         for number, rate in enumerate(rates)
     )
     plan = Plan(algorithm, nodes, tuple(faults), tuple(strikes), seconds=40.0, seed=seed)
+    plan = plan if formats is None else with_random_formats(plan, formats)
     assert simulate(plan).violations == ()
+
+
+def test_half_of_the_plans_have_other_formats_and_the_same_faults() -> None:
+    plans = [(faulty_plan(seed), random_plan(seed)) for seed in range(300)]
+    assert 120 < sum(plain == other for plain, other in plans) < 180
+    for plain, other in plans:
+        kept = replace(
+            other.algorithm,
+            delta_dtype=plain.algorithm.delta_dtype,
+            commit_dtype=plain.algorithm.commit_dtype,
+        )
+        assert replace(other, formats=PLAIN, algorithm=kept) == plain
+    changed = [other for _, other in plans]
+    for dtypes in (
+        Counter(plan.algorithm.delta_dtype for plan in changed),
+        Counter(plan.algorithm.commit_dtype for plan in changed),
+    ):
+        assert dtypes.keys() == {None, "F32", "F16", "BF16", "F8_E4M3", "F4"}
+        assert min(dtypes.values()) > 5
+    assert {name for plan in changed for name in plan.formats.parameters} == {"F32", "F16", "BF16"}
+    assert sum(any(plan.formats.compressed) for plan in changed) > 60
+    assert sum(plan.formats.buffers for plan in changed) > 40
 
 
 def test_the_same_seed_gives_the_same_history() -> None:
@@ -203,4 +249,4 @@ def test_seeds_that_failed_once(seed: int) -> None:
     where calls fail three beats in a row may be late, and a role be lost, though nobody died;
     304753 and 308786, objects take their time over a slow link, a vandal's ten kilobytes above all.
     """
-    assert simulate(random_plan(seed)).violations == ()
+    assert simulate(faulty_plan(seed)).violations == ()

@@ -13,10 +13,14 @@ from tests.node.worlds import World
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.backend.base import Backend
 from gradientmail.backend.torch import TorchBackend
+from gradientmail.exchange.compression import compress, decompress
+from gradientmail.exchange.records import Manifest
 from gradientmail.mailbox.memory import MemoryMailbox
+from gradientmail.run import read_run
 from gradientmail.testing.virtual_time import run_virtual
 from gradientmail.testing.world import train_together
 from gradientmail.verification import INVARIANTS, Report, verify
+from gradientmail.verification.reading import memory
 
 type Objects = dict[str, bytes]
 
@@ -290,7 +294,31 @@ def drop_an_update(objects: Objects) -> None:
     rewrite(objects, last_round(objects), update=None)
 
 
-@pytest.mark.parametrize("damage", [change_an_update, drop_an_update])
+def forget_an_update(objects: Objects) -> None:
+    """Theta stays what it was, and an update of zeros says so; the master has moved on."""
+    last = last_round(objects)
+    run = read_run(Manifest.from_bytes(objects["manifest.json"]))
+    before = record_of(objects, last - len(run.fragments))["theta"]
+    fragment = run.fragments[record_of(objects, last)["fragment"]]
+    update = fragment.update
+    assert update is not None
+    buffer = memoryview(bytearray(update.nbytes))
+    buffer[: len(update.header)] = update.header
+    for name, slot in update.slots.items():
+        if name.endswith(".scale"):
+            buffer[slot.start : slot.stop] = b"\x7f" * slot.nbytes
+    theta, zeros = objects[before["key"]], bytes(compress(update, buffer, memory))
+    replace_payload(objects, last, "theta", theta)
+    sha256 = hashlib.sha256(zeros).hexdigest()
+    ref = record_of(objects, last)["update"]["payload"]
+    key = ref["key"].replace(ref["sha256"], sha256)
+    objects[key] = zeros
+    digest = hashlib.sha256(decompress(fragment.theta, theta, memory)).hexdigest()
+    payload = {"key": key, "sha256": sha256, "size": len(zeros)}
+    rewrite(objects, last, update={"payload": payload, "theta_digest": digest})
+
+
+@pytest.mark.parametrize("damage", [change_an_update, drop_an_update, forget_an_update])
 def test_an_update_leads_to_theta(damage: Callable[[Objects], None]) -> None:
     objects = recorded("bf16-f4-zstd", "**/*.*")
     damage(objects)

@@ -14,7 +14,7 @@ INVARIANTS: Mapping[str, str] = MappingProxyType(
         "snapshots": "a snapshot has its payload as long as its round is open",
         "bases": "a delta starts from the version that its commit replaces",
         "commits": "a commit is the outer step on the version before and the deltas listed",
-        "theta": "the published parameters are what master or update make of them",
+        "theta": "the published parameters are what master or update make of them, rounded once",
         "leftovers": "what commits made unnecessary is swept within 4·P rounds",
         "leases": "a learner has no more beats than a renewal needs",
     }
