@@ -14,7 +14,7 @@ from gradientmail.errors import PayloadCorrupt, ProtocolError
 from gradientmail.events import Event, SnapshotPublished
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
-from gradientmail.exchange.records import SnapshotRecord, expect_key
+from gradientmail.exchange.records import RoundRecord, SnapshotRecord, expect_key
 from gradientmail.exchange.sealing import Sealed, Sealing
 from gradientmail.failures import Failures
 from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
@@ -72,8 +72,11 @@ class Courier:
         """Set when a newer process has this learner's id: nothing more is published."""
         self.in_time = -1
         """The last round whose snapshot was there before the round closed."""
-        self._unreadable = (-1, 0)
-        """A round whose parameters could not be read, though it is the newest, and how often."""
+        self._fetching = asyncio.Lock()
+        self._tries: dict[int, int] = {}
+        """How often the parameters of a round could not be read."""
+        self._left_out: dict[int, PayloadCorrupt] = {}
+        """Why the model lacks the newest commit of a fragment."""
         self._told_at = clock.now()
         """When the learner was given news that it had no other before."""
         watch.explain = self._explain
@@ -307,22 +310,41 @@ class Courier:
                 self._failures.worked("fetch")
                 await changed.wait()
 
-    async def bring_newest(self) -> None:
-        """Look at the mailbox once more and post what the learner has not got."""
-        await self._watch.poll()
-        await self._fetch_new()
+    async def bring_newest(self) -> Exception | None:
+        """Look at the mailbox once more, or some times if that fails, and post what is new.
+
+        What it failed with at last, or why a commit was left out meanwhile, for who calls to raise
+        when the model has what could be read.
+        """
+        before, failed = set(self._left_out.values()), None
+        for _ in range(TRIES):
+            try:
+                await self._watch.poll()
+                await self._fetch_new()
+            except Exception as error:
+                failed = error
+                self._failures.failed("fetch", error)
+                await self._clock.sleep(min(self._watch.poll_interval, 1.0))
+            else:
+                failed = next((e for e in self._left_out.values() if e not in before), None)
+                break
+        return failed
 
     async def _fetch_new(self) -> None:
-        """Post every commit that the learner has not got, the newest of each fragment only.
+        """Post every commit that the learner has not got, the newest of each fragment only."""
+        async with self._fetching:
+            newest = map(self._watch.progress.newest, range(len(self._run.fragments)))
+            fresh = [one for one in newest if one is not None and one.round > self._posted]
+            await self._fetch(sorted(fresh, key=lambda record: record.round))
 
-        One whose payload cannot be read is left out when later ones can be, or at the last of some
-        tries: others may wait for this learner to report, and so for ever. Its next snapshot of
-        that fragment is stale.
+    async def _fetch(self, fresh: list[RoundRecord]) -> None:
+        """Post these, the oldest first.
+
+        One whose payload cannot be read keeps the later ones waiting for some tries; then it is
+        left out, the newest, too: others may wait for this learner to report, and so for ever. Its
+        next snapshot of that fragment is stale.
         """
         unreadable: PayloadCorrupt | None = None
-        newest = [self._watch.progress.newest(fragment.index) for fragment in self._run.fragments]
-        fresh = [record for record in newest if record is not None and record.round > self._posted]
-        fresh.sort(key=lambda record: record.round)
         for record in fresh:
             if self._watch.progress.newest(record.fragment) is not record:
                 return  # superseded while others were fetched; the change that told so wakes us
@@ -331,8 +353,10 @@ class Courier:
                 if payload is None:
                     continue  # swept: a poll tells of what came instead
             except PayloadCorrupt as error:
-                unreadable = error
-                if record is fresh[-1] and self._was_last_try(record.round):
+                if not self._was_last_try(record.round):
+                    raise
+                unreadable = self._left_out[record.fragment] = error
+                if record is fresh[-1]:
                     self._post(Arrival(record, None, {}))
                 continue
             version = Version(record.version, payload, payload_arrays(self._backend, payload))
@@ -340,14 +364,15 @@ class Courier:
             self._versions.put(record.fragment, version)
             await self._prepare_blank(record.round)
             self._post(Arrival(record, version, staged))
+            self._left_out.pop(record.fragment, None)
         if unreadable is not None:
             raise unreadable
 
     def _was_last_try(self, number: int) -> bool:
-        """Count a try to read the newest commit; whether to go on without it."""
-        tried, count = self._unreadable
-        self._unreadable = number, count + 1 if tried == number else 1
-        return self._unreadable[1] >= TRIES
+        """Count a try to read a commit; whether to go on without it."""
+        tries = {one: count for one, count in self._tries.items() if one > self._posted}
+        self._tries = tries | {number: tries.get(number, 0) + 1}
+        return self._tries[number] >= TRIES
 
     def _post(self, arrival: Arrival) -> None:
         """Give an arrival to the learner, instead of an older one that it has not taken yet."""

@@ -249,6 +249,10 @@ class Node:
 
     # Leaving
 
+    def patience(self) -> float:
+        """Seconds that a leaving learner waits for something to land. Any thread."""
+        return self.settings.lease_timeout + self._handoff.takeover_seconds
+
     async def leave(self, *, patience: float, finish: bool) -> None:
         """Stop all tasks and delete the lease, within ``patience`` seconds.
 

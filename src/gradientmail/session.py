@@ -294,7 +294,8 @@ class Session:
 
         Local steps since a fragment's last snapshot are dropped, or with ``flush_on_close``
         published first. Gives up when nothing has landed for ``lease_timeout`` and the takeover
-        timeout together. Closing twice is no error.
+        timeout together. Closing twice is no error. ``PayloadCorrupt`` when a newest commit cannot
+        be read, after some tries: the model then holds the newest ones that can.
         """
         if self._closed:
             return
@@ -307,21 +308,20 @@ class Session:
         self._end(clean=True)
 
     def _leave(self) -> None:
-        def patience() -> float:
-            return self._settings.lease_timeout + self._handoff.takeover_seconds
-
         unseen = self._checkpoint.has_moved_unseen()
-        missed = self._learner.leave(patience)
-        courier = self._node.courier
+        missed = self._learner.leave(self._node.patience)
+        courier, failed = self._node.courier, None
         if missed:
-            self._announce(GaveUp(rounds=missed, waited_seconds=patience()))
+            self._announce(GaveUp(rounds=missed, waited_seconds=self._node.patience()))
         elif courier is not None:
             with contextlib.suppress(TimeoutError):
-                self._thread.call(courier.bring_newest(), LEAVE_SECONDS)
+                failed = self._thread.call(courier.bring_newest(), LEAVE_SECONDS)
             self._learner.take_news()
             if event := self._checkpoint.unshared(unseen=unseen, reached=courier.in_time >= 0):
                 self._announce(event)
         self._learner.settle()
+        if failed is not None:
+            raise failed
 
     def _end(self, *, clean: bool, announce: bool = True) -> None:
         """Stop the node and its thread. Waits little unless ``clean``."""

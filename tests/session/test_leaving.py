@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.patterns.waiting import until
 from tests.session.models import (
     ALGORITHM,
     QUICK,
@@ -99,6 +100,71 @@ def test_a_clean_exit_waits_for_its_rounds_and_holds_the_newest_commit() -> None
         assert equal(model, other)
         assert seen.of(events.GaveUp) == []
         assert seen.of(events.TaskFailed) == []
+
+
+class Failing(WrappedMailbox):
+    """A store in which, from some moment on, so many reads of commits' payloads go wrong."""
+
+    def __init__(self, inner: gm.Mailbox, how: str) -> None:
+        super().__init__(inner)
+        self.how, self.left = how, 0
+
+    async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
+        if call.operation != "get" or not call.key.startswith("blobs/rounds/") or not self.left:
+            return await act()
+        self.left -= 1
+        if self.how == "refused":
+            raise gm.MailboxRefused(f"{call.key}: access denied")
+        return bytes(100)
+
+
+ERRORS = {"damaged": gm.PayloadCorrupt, "refused": gm.MailboxRefused}
+
+
+@pytest.mark.parametrize("how", ERRORS)
+@pytest.mark.parametrize("times", [2, 1000])
+def test_a_newest_commit_that_cannot_be_read_leaves_the_newest_that_can(
+    how: str, times: int
+) -> None:
+    box, ours, model = gm.MemoryMailbox(), net(), net()
+    store, heard, seen = Failing(box, how), Events(), Events()
+    with gm.Session(
+        ours, algorithm=ALGORITHM, mailbox=box, learner_id="a", callbacks=[heard], **QUICK
+    ) as session:
+
+        def train(rounds: int) -> None:
+            train_until(session, ours, rounds)
+            sent = max(event.round for event in heard.of(events.SnapshotPublished))
+            until(lambda: heard.of(events.RoundCommitted)[-1].round >= sent)
+
+        train(2)
+        other = gm.Session(
+            model,
+            algorithm=ALGORITHM,
+            mailbox=store,
+            callbacks=[seen],
+            poll_interval=60.0,  # so that only closing looks
+            lease_every=QUICK["lease_every"],
+            lease_timeout=QUICK["lease_timeout"],
+        )
+        joined = parameters(model)
+        store.left = times if times > 2 else 0
+        train(6)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        store.left = times
+        if times == 2:
+            other.close()
+            newest = net()
+            assert gm.align(newest, mailbox=box) == other.rounds_seen
+            assert equal(model, newest)
+        else:
+            with pytest.raises(ERRORS[how], match="blobs/rounds/"):
+                other.close()
+            assert all(torch.equal(now, joined[name]) for name, now in parameters(model).items())
+        (closed,) = seen.of(events.Closed)
+        assert closed.clean == (times == 2)
 
 
 def test_closing_twice_is_no_error_and_going_on_afterwards_is_one() -> None:
@@ -450,6 +516,35 @@ def test_the_interpreter_exits_without_close(tmp_path: Path) -> None:
     assert "Exception" not in errors["hangs"]
     for how in ("ends", "raises", "waits"):
         assert [p for p in (tmp_path / how / "leases").rglob("*") if p.is_file()] == []
+
+
+def test_an_interpreter_that_exits_right_after_joining_tells_of_no_failure(tmp_path: Path) -> None:
+    script = """
+    import atexit, sys, time
+    import torch
+    import gradientmail as gm
+    def show(event):
+        print(type(event).__name__, flush=True)
+    session = gm.Session(
+        torch.nn.Linear(2, 1),
+        algorithm=gm.DiLoCo(sync_every=4, fragments=2),
+        mailbox=gm.FilesystemMailbox(sys.argv[1]),
+        poll_interval=0.05,
+        callbacks=(show,),
+    )
+    atexit.register(time.sleep, 0.5)  # the node works on, and can start no thread any more
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=Path(__file__).parents[2],
+        check=True,
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "Closed"
+    assert "TaskFailed" not in done.stdout
 
 
 def test_works_inside_a_running_event_loop() -> None:

@@ -192,12 +192,14 @@ class SimulatedNode:
                 break
             await self.clock.sleep(self.settings.poll_interval)
             learner.take_news()
-        missed = self.learner.in_flight()
+        missed, failed = self.learner.in_flight(), None
         assert self.node.courier is not None
         if not missed:
-            await self.node.courier.bring_newest()
+            failed = await self.node.courier.bring_newest()
             self.learner.take_news()
         self.learner.settle()
+        if failed is not None:
+            raise failed
         await self.node.leave(patience=30.0, finish=True)
         return missed
 
