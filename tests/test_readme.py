@@ -44,10 +44,13 @@ def training_setup() -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    loader = [torch.randn(16, 4) for _ in range(120)]
+    inputs = [torch.randn(16, 4) for _ in range(120)]
+    loader = [(x, x.sum(1, keepdim=True)) for x in inputs]
 
-    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
-        loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+    def train_step(
+        model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor
+    ) -> float:
+        loss = (model(inputs) - targets).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -62,7 +65,7 @@ def test_the_code_runs_as_printed(
     monkeypatch.chdir(tmp_path)
     loop, load, watch = python_blocks("README.md")
     names = training_setup()
-    before = names["train_step"](names["model"], names["optimizer"], names["loader"][0])
+    before = names["train_step"](names["model"], names["optimizer"], *names["loader"][0])
 
     exec(loop, names)
     trained = [p.detach().clone() for p in names["model"].parameters()]
@@ -136,6 +139,14 @@ def test_every_module_is_in_the_guide() -> None:
     assert [
         name for name in modules + folders if name not in words and f"`{name}`" not in guide
     ] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_that_are_named_exist(page: Path) -> None:
+    folders = [ROOT / name for name in ("src", "tests", "examples", "benchmarks")]
+    existing = {path.name for folder in folders for path in folder.rglob("*.py")}
+    named = re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", page.read_text("utf-8"))
+    assert sorted(set(named) - existing) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())

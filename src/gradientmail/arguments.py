@@ -114,11 +114,11 @@ def check_mailbox(mailbox: object) -> None:
     if isinstance(mailbox, type):
         raise TypeError(f"mailbox must be a store, not the class {mailbox.__name__}: call it")
     if isinstance(mailbox, str | Path):
-        opener = "open_mailbox" if "://" in str(mailbox) else "FilesystemMailbox"
-        raise TypeError(f"mailbox must be a store: pass {opener}({str(mailbox)!r})")
+        raise TypeError(
+            f"mailbox must be a store: pass gradientmail.open_mailbox({str(mailbox)!r})"
+        )
     if not isinstance(mailbox, Mailbox):
         raise TypeError(
             "mailbox must have put_if_absent, get, list and delete, which "
-            f"{type(mailbox).__name__} has not: pass FilesystemMailbox(folder), S3Mailbox(...) or "
-            "open_mailbox(url)"
+            f"{type(mailbox).__name__} has not: pass gradientmail.open_mailbox(folder or url)"
         )

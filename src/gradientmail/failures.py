@@ -12,6 +12,14 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else repr(error)
 
 
+def _exits(error: Exception) -> bool:
+    """Whether it is only that the interpreter exits, and no thread can be started any more.
+
+    From Python 3.13 on that is a ``PythonFinalizationError``, with the same words.
+    """
+    return isinstance(error, RuntimeError) and "interpreter shutdown" in str(error)
+
+
 @dataclass(slots=True)
 class _Streak:
     """How often in a row a task has failed, and of what it was told last."""
@@ -34,6 +42,8 @@ class Failures:
 
     def failed(self, task: str, error: Exception, number: int | None = None) -> None:
         """Tell of it if that is due; ``number`` is the round that it was for."""
+        if _exits(error):
+            return
         streak = self._streaks.setdefault(task, _Streak())
         streak.count += 1
         said = in_words(error)

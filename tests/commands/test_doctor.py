@@ -226,7 +226,7 @@ def test_a_run_that_is_there_is_told() -> None:
 def test_each_way_of_lying_is_found(box: Mailbox, check: str, detail: str) -> None:
     report = examined(box)
     assert not report.usable
-    assert report.verdict == "This store cannot be used."
+    assert report.verdict == "This store cannot be used from here."
     found = faults(report)
     assert check in found
     assert detail in found[check].detail

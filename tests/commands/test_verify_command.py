@@ -150,10 +150,10 @@ def test_it_says_which_commits_it_could_compute_again() -> None:
         report = Report(9, 40, 20, recomputed, consistent, (), ())
         return as_text("u", "numpy", report).splitlines()[2]
 
-    assert computed(9, 0) == "commits: 9 computed again from their deltas (by numpy)"
+    assert computed(9, 0) == "commits, with numpy: 9 computed again from their deltas"
     assert computed(0, 4) == (
-        "commits: 4 checked against the version before, since their deltas are swept; "
-        "5 too old to check, what they were made of is swept (by numpy)"
+        "commits, with numpy: 4 checked against the version before, as their deltas are swept; "
+        "5 not checked, as what they were made of is swept"
     )
 
 

@@ -54,6 +54,17 @@ def test_another_failure_is_told_at_once_and_success_begins_again() -> None:
     ]
 
 
+def test_that_no_thread_starts_when_the_interpreter_exits_is_no_failure() -> None:
+    told: list[Event] = []
+    failures = Failures(told.append)
+    failures.failed("publish", RuntimeError("can't create new thread at interpreter shutdown"))
+    assert told == []
+    failures.failed("publish", RuntimeError("can't start new thread"))
+    assert [str(event) for event in told] == [
+        "publish failed and is tried again: RuntimeError: can't start new thread"
+    ]
+
+
 class Disk(WrappedMailbox):
     """A store that may be full."""
 

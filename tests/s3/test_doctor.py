@@ -52,7 +52,7 @@ def test_what_is_wrong_is_said(moto: str, capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     assert shown.startswith("reachable  fault  ")
     assert "no-such-bucket" in shown
-    assert shown.endswith("\nThis store cannot be used.\n")
+    assert shown.endswith("\nThis store cannot be used from here.\n")
 
 
 def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:

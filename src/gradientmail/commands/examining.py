@@ -63,7 +63,7 @@ class Report:
         """In a sentence."""
         states = [finding.state for finding in self.findings]
         if "fault" in states:
-            return "This store cannot be used."
+            return "This store cannot be used from here."
         if not self.usable:
             return "It could not be told in time whether this store can be used."
         if "skipped" in states:

@@ -168,12 +168,12 @@ def _computed(backend: str, report: Report) -> str:
         f"{count} {what}"
         for count, what in (
             (again, "computed again from their deltas"),
-            (traced, "checked against the version before, since their deltas are swept"),
-            (report.rounds - again - traced, "too old to check, what they were made of is swept"),
+            (traced, "checked against the version before, as their deltas are swept"),
+            (report.rounds - again - traced, "not checked, as what they were made of is swept"),
         )
         if count
     ]
-    return f"commits: {'; '.join(parts) or 'none yet'} (by {backend})"
+    return f"commits, with {backend}: {'; '.join(parts) or 'none yet'}"
 
 
 def _remedy(one: Violation) -> str:
