@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gradientmail.algorithm import outer_parts
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.backend.base import Array
+from gradientmail.errors import MissingExtra
 from gradientmail.testing.plans import (
     ALGORITHMS,
     FAULT_KINDS,
@@ -234,6 +235,12 @@ def test_a_failing_seed_is_one_line_to_run_again(monkeypatch: pytest.MonkeyPatch
     assert main(["--first", "5", "--count", "1"], said.append) == 1
     assert said[0].startswith("python -m gradientmail.testing.schedules --first 5 --count 1  # ")
     assert "1 schedules failed" in said[-1]
+
+
+def test_without_zstandard_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(MissingExtra, match=r"gradientmail\[zstd\]"):
+        main(["--count", "1"])
 
 
 @pytest.mark.parametrize(

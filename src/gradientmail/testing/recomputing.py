@@ -86,8 +86,8 @@ def buffer_faults(
     """
     fragment = run.fragments[record.fragment]
     names = [spec.name for spec in fragment.specs if spec.name in run.averaged]
-    if not names:
-        return
+    if not names or any(one.steps <= 0 for one in record.participants):
+        return  # none to look at, or told already
     weights = {one.learner: one.tokens**2 / one.steps for one in record.participants}
     whole = sum(weights.values())
     found = {who: delta_arrays(backend, run, fragment, one) for who, one in deltas.items()}

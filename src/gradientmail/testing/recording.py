@@ -279,7 +279,7 @@ class RecordingMailbox(MemoryMailbox):
         old = self._states.get(fragment)
         new = at_once(self._commits.check(record, old, complete=True))
         self._put(fragment, new)
-        if self._averaged and old and new and len(deltas) == len(record.participants):
+        if deltas and old and new and len(deltas) == len(record.participants):
             for text in buffer_faults(self._backend, self.run, record, deltas, old, new):
                 self.tell("buffers", key, text)
         self._expected = {at: one for at, one in self._expected.items() if at[0] > number}

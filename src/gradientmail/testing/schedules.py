@@ -1,7 +1,8 @@
 """Runs the plan of a simulated world and checks every invariant, at each step and at the end.
 
 ``python -m gradientmail.testing.schedules --count 10000`` runs the plans of so many seeds; a seed
-that fails is printed as the line that runs it again.
+that fails is printed as the line that runs it again. Some payloads are compressed: zstandard has
+to be installed.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from random import Random
 
 from gradientmail.algorithm.schedule import Schedule
+from gradientmail.exchange.compression import require_zstandard
 from gradientmail.exchange.lease_book import kept_seconds
 from gradientmail.testing.lives import BUFFERS, MOST_A_STEP, Life
 from gradientmail.testing.plans import Fault, NodePlan, Plan, long_plan, random_plan
@@ -296,7 +298,7 @@ def simulate(plan: Plan) -> Outcome:
 def main(
     arguments: Sequence[str] | None = None, say: Callable[[str], object] = sys.stdout.write
 ) -> int:
-    """Run the plans of many seeds; 1 when one of them fails."""
+    """Run the plans of many seeds; 1 when one of them fails. ``MissingExtra`` without zstandard."""
     parser = argparse.ArgumentParser(
         prog="python -m gradientmail.testing.schedules", description=__doc__.partition("\n")[0]
     )
@@ -306,6 +308,8 @@ def main(
         "--long", action="store_true", help="hours of learners that die, and that sleep for long"
     )
     chosen = parser.parse_args(arguments)
+    if not chosen.long:
+        require_zstandard()
     plan_of, option = (long_plan, "--long ") if chosen.long else (random_plan, "")
     failed = rounds = operations = 0
     for seed in range(chosen.first, chosen.first + chosen.count):

@@ -43,6 +43,10 @@ class Training:
     """As ``buffers="average"`` of a session does."""
 
 
+def _nothing(_: Outgoing) -> None:
+    """Nobody looks at snapshots."""
+
+
 class _NoticingHandoff(Handoff):
     """Also tells a simulated training thread, which waits on the loop instead of on a lock."""
 
@@ -74,7 +78,7 @@ class SimulatedNode:
     events: list[Event] = field(default_factory=list)
     announce: Callable[[Event], None] | None = None
     """Called with every event; None keeps them in ``events``."""
-    posted: Callable[[Outgoing], object] = id
+    posted: Callable[[Outgoing], object] = _nothing
     """Called with every snapshot, its copy of the parameters complete and not written over yet."""
     node: Node = field(init=False)
     handoff: Handoff = field(init=False)
