@@ -6,6 +6,7 @@ uploads stand still, a waiter takes the next claim and creates the run itself.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -17,7 +18,7 @@ from gradientmail.exchange.exchange import REPAIR, Exchange
 from gradientmail.exchange.records import Manifest, Ref
 from gradientmail.exchange.sealing import Payload, Sealing
 from gradientmail.handoff import Version
-from gradientmail.progress import Progress
+from gradientmail.progress import BEYOND, Progress
 from gradientmail.run import Fragment, Run, check_schema, payload_arrays, read_run
 from gradientmail.schema import Schema
 
@@ -45,7 +46,7 @@ async def find_run(
     uploads, moved = -1, clock.now()
     while True:
         manifest = await exchange.manifest()
-        if manifest is None and await exchange.has_begun():
+        if manifest is None and await _has_rounds(exchange):
             manifest = await exchange.manifest()  # created meanwhile, else it is gone
             if manifest is None:
                 raise ProtocolError(f"{layout.MANIFEST} is gone, and rounds are there. {_PUT_BACK}")
@@ -63,6 +64,18 @@ async def find_run(
                 return None
             moved = clock.now()
         await clock.sleep(poll_interval)
+
+
+async def _has_rounds(exchange: Exchange) -> bool:
+    """Whether rounds were committed. What lies under a later round's key may be no record."""
+    found = await exchange.rounds_from(0)
+    if 0 in found:
+        return True
+    for number in found[-BEYOND:]:
+        with contextlib.suppress(ProtocolError):
+            if await exchange.round(number) is not None:
+                return True
+    return False
 
 
 def _is_init(key: str) -> bool:
@@ -117,6 +130,8 @@ async def newest_versions(
             number = 0 if record is None else record.version
             return Version(number, payload, payload_arrays(backend, payload))
 
+    await progress.catch_up()
+    await progress.pass_gap()
     while True:
         await progress.catch_up()
         before = progress.next_round

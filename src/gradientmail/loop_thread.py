@@ -70,6 +70,7 @@ class LoopThread:
         self._tensors = DaemonExecutor(1, f"{name}-tensors")
         self._hashes = DaemonExecutor(HASHES, f"{name}-hashes")
         self.loop.set_default_executor(self._blocking)
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -105,9 +106,12 @@ class LoopThread:
         finally:
             del future  # an error has this frame, and would hold itself
 
-    def is_alive(self) -> bool:
-        """Whether the thread runs; in a forked child it does not."""
-        return self._thread.is_alive()
+    def is_here(self) -> bool:
+        """Whether the thread is this process's; in a child made by fork it is not.
+
+        Not by the thread's ``is_alive``: after Ctrl-C in it Python 3.12 says no for ever.
+        """
+        return self._process == os.getpid()
 
     def check_waitable(self) -> None:
         """Raise ``RuntimeError`` where waiting for the loop would never end."""
@@ -116,7 +120,7 @@ class LoopThread:
                 "a session cannot be closed from a callback, which runs on its background thread; "
                 "set a flag there and close it from the thread that trains"
             )
-        if not self._thread.is_alive():
+        if not self.is_here():
             raise RuntimeError(
                 "the session's background thread is not running here: a child made by fork cannot "
                 "use or close its parent's session; make a new one with another learner_id"

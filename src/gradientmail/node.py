@@ -202,6 +202,8 @@ class Node:
             self._holds_lease = True  # or a part of it, should this be stopped
             await self._lease.acquire()
             self._keeping = self._start(self._keep_lease())
+        if self.watch is not None:
+            await self.watch.refresh_leases()
 
     async def start(
         self,
@@ -215,7 +217,6 @@ class Node:
         """Begin to poll, publish, fetch and close rounds. After ``enter`` and ``hold_lease``."""
         if self.watch is None or self._keeping is None:
             raise RuntimeError("start comes after enter and hold_lease")
-        await self.watch.refresh_leases()
         self.courier = Courier(
             run,
             self.exchange,

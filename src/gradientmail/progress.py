@@ -1,21 +1,24 @@
 """How far a run has come: its newest records, found with few requests."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from gradientmail.errors import ProtocolError
 from gradientmail.exchange import layout
-from gradientmail.exchange.exchange import Exchange
+from gradientmail.exchange.exchange import REPAIR, Exchange
 from gradientmail.exchange.records import RoundRecord
 
 AT_ONCE = 8
 """Records read at a time."""
+BEYOND = 64
+"""Objects under keys of later rounds that are looked at for a record."""
 
 
 class Progress:
     """The records that matter: the newest of every fragment, and those whose payloads still exist.
 
-    Records are never deleted and have no gaps. Used on the loop's thread.
+    Nobody of the run deletes records, or leaves a gap. Used on the loop's thread.
     """
 
     def __init__(
@@ -96,6 +99,23 @@ class Progress:
             if number >= self.next_round:  # this node's own commits may have come in meanwhile
                 self._take_in(record)
 
+    async def pass_gap(self) -> None:
+        """Go on behind records that are gone, if there are any later ones, to the newest.
+
+        ``catch_up`` finds no record behind a gap. To be called by who joins, after it; costs a
+        LIST. ``ProtocolError`` when one of the last P records is gone.
+        """
+        for number in reversed((await self._exchange.rounds_from(self.next_round))[-BEYOND:]):
+            with contextlib.suppress(ProtocolError):  # somebody may put there what is no record
+                if await self._read(number) is not None:
+                    self.next_round = max(self.next_round, number + 1 - self._fragments)
+                    break
+        else:
+            return
+        for lost in range(self.next_round, number + 1):
+            await self._require(lost)
+        await self.catch_up()
+
     async def _last(self, probed: dict[int, RoundRecord]) -> int:
         """The last round that is committed."""
         low, step = self.next_round - 1, 1
@@ -135,7 +155,9 @@ class Progress:
     async def _require(self, number: int) -> RoundRecord:
         record = await self._read(number)
         if record is None:
-            raise ProtocolError(f"{layout.round_key(number)} is missing below later rounds")
+            raise ProtocolError(
+                f"{layout.round_key(number)} is missing below later rounds. {REPAIR}"
+            )
         return record
 
     async def _read_one(self) -> bool:

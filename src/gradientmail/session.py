@@ -347,7 +347,7 @@ class Session:
 
     def _abandon(self) -> None:
         """At interpreter exit, when nobody closed the session. In a forked child it is not ours."""
-        if not self._thread.is_alive():
+        if not self._thread.is_here():
             return
         self._end(clean=False)
         gc.collect()  # cancelled calls hold views of buffers, whose classes are about to go

@@ -64,6 +64,35 @@ def test_a_payload_that_is_there_and_damaged_is_replaced(there: str) -> None:
     assert asyncio.run(main()) == (bytes(buffer), True)
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_view_that_was_kept_by_a_call_that_failed_counts_as_kept(*, keeps: bool) -> None:
+    """Else the commit made from a delta would be written over it under the store."""
+    kept: list[Buffer] = []
+
+    class Losing(MemoryMailbox):
+        @override
+        async def put_if_absent(self, key: str, data: Buffer, /) -> bool:
+            if await super().put_if_absent(key, bytes(memoryview(data))):
+                if keeps:
+                    kept.append(data)
+                raise OSError(5, "the answer was lost")
+            return False
+
+    async def main() -> tuple[bool, bool]:
+        one = exchange(Losing())
+        payload_layout = PayloadLayout([TensorSpec("w", "F32", (4,))])
+        buffer = payload_layout.blank(lambda nbytes: memoryview(bytearray(nbytes)))
+        sealed = await one.seal(
+            Sealing(buffer, payload_layout), lambda d, e: layout.round_blob_key(0, d, e)
+        )
+        with pytest.raises(OSError, match="lost"):
+            await one.store(sealed)
+        payload = await one.store(sealed)
+        return payload.sole, bool(kept)
+
+    assert asyncio.run(main()) == (not keeps, keeps)
+
+
 def exchange(mailbox: MemoryMailbox) -> Exchange:
     return Exchange(mailbox, offload=inline, take=lambda nbytes: memoryview(bytearray(nbytes)))
 

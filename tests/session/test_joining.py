@@ -24,6 +24,7 @@ from tests.session.models import (
 )
 
 import gradientmail as gm
+from gradientmail.exchange import layout
 from gradientmail.mailbox.memory import MemoryMailbox
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 
@@ -361,6 +362,83 @@ def test_a_corrupt_beginning_is_named_too(how: str) -> None:
     key = asyncio.run(box.list("blobs/init/"))[1]
     with no_threads_left(), pytest.raises(gm.PayloadCorrupt, match=key):
         session(Spoiled(box, key, how))
+
+
+@pytest.mark.parametrize("lost", [[0], [1], [2], [3], [6], [0, 1, 2], [2, 6], list(range(7))])
+def test_old_records_that_are_gone_are_passed_over(lost: list[int]) -> None:
+    """Wherever the search for the newest one looks, or does not."""
+    box, expected = finished(9), net()
+    newest = gm.align(expected, mailbox=box)
+    assert newest >= 9
+    asyncio.run(box.delete([layout.round_key(number) for number in lost]))
+    found, model = net(1), net(1)
+    assert gm.align(found, mailbox=box) == newest
+    assert equal(found, expected)
+    with session(box, model) as one:
+        assert one.rounds_seen == newest
+        assert equal(model, expected)
+        train_until(one, model, newest + 2)
+    there = asyncio.run(box.list("rounds/"))
+    assert [key for key in map(layout.round_key, lost) if key in there] == []
+
+
+@pytest.mark.parametrize("how", ["gone", "empty"])
+def test_one_of_the_last_records_that_is_gone_is_named(how: str) -> None:
+    box = finished(9)
+    newest = gm.align(net(), mailbox=box)
+    key = layout.round_key(newest - 1)
+    spoiled = Spoiled(box, key, how)
+    for call in (lambda: gm.align(net(), mailbox=spoiled), lambda: session(spoiled)):
+        with no_threads_left(), pytest.raises(gm.ProtocolError, match=key):
+            call()
+
+
+def test_what_lies_under_a_later_rounds_key_and_is_no_record_holds_nobody_up() -> None:
+    box = finished(3)
+    newest = gm.align(net(), mailbox=box)
+    for number in (newest + 5, newest + 6, 10**10 - 1):
+        asyncio.run(box.put_if_absent(layout.round_key(number), b"{}"))
+    assert gm.align(net(), mailbox=box) == newest
+    with session(box) as one:
+        assert one.rounds_seen == newest
+    empty = MemoryMailbox()
+    asyncio.run(empty.put_if_absent(layout.round_key(7), b"{}"))
+    with session(empty) as one:
+        assert one.rounds_seen == -1
+
+
+def test_a_run_that_lost_its_manifest_and_first_rounds_is_not_created_again() -> None:
+    box = finished(6)
+    old = [layout.MANIFEST, *map(layout.round_key, range(4))]
+    asyncio.run(box.delete(old + list(asyncio.run(box.list(layout.BLOBS_INIT)))))
+    with no_threads_left(), pytest.raises(gm.ProtocolError, match="manifest"):
+        session(box)
+    assert layout.MANIFEST not in asyncio.run(box.list(""))
+
+
+def test_a_session_that_cannot_join_leaves_the_model_alone() -> None:
+    """Whichever call of the store fails."""
+
+    class FailsAt(WrappedMailbox):
+        calls = 0
+
+        async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
+            self.calls += 1
+            if self.calls == at:
+                raise OSError("the disk is gone")
+            return await act()
+
+    box, before = finished(3), net(1)
+    for at in range(1, 100):
+        model = net(1)
+        try:
+            one = session(FailsAt(box), model)
+        except OSError:
+            assert equal(model, before), at
+        else:
+            one.close()
+            break
+    assert 5 < at < 50
 
 
 def test_a_corrupt_record_stops_no_node_and_is_told() -> None:

@@ -167,6 +167,48 @@ def test_a_newest_commit_that_cannot_be_read_leaves_the_newest_that_can(
         assert closed.clean == (times == 2)
 
 
+def test_commits_are_fetched_by_one_at_a_time() -> None:
+    """Else closing fetches the newest, and an older one that was on its way comes after it."""
+    running, most = 0, 0
+
+    async def fetch(fresh: list[Any]) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.05)
+        running -= 1
+
+    model = net()
+    with gm.Session(
+        model, algorithm=ALGORITHM, mailbox=gm.MemoryMailbox(), callbacks=(), **QUICK
+    ) as session:
+        courier = session._node.courier
+        assert courier is not None
+        bring = courier.bring_newest
+
+        async def bring_thrice() -> None:
+            await asyncio.gather(bring(), bring(), bring())
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(courier, "_fetch", fetch)
+            session._thread.call(bring_thrice())
+    assert most == 1
+
+
+def test_a_session_can_be_closed_whatever_python_thinks_of_its_thread() -> None:
+    """After Ctrl-C in ``Thread.is_alive`` Python 3.12 takes the thread for ended."""
+    with no_threads_left():
+        session = gm.Session(
+            net(), algorithm=ALGORITHM, mailbox=gm.MemoryMailbox(), callbacks=(), **QUICK
+        )
+        thread = session._thread._thread
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(thread, "is_alive", lambda: False)
+            session.close()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_closing_twice_is_no_error_and_going_on_afterwards_is_one() -> None:
     model, seen = net(), Events()
     session = gm.Session(

@@ -121,22 +121,22 @@ class Exchange:
         One that is damaged is replaced: the bytes of its hash are at hand.
         """
         for _ in range(CREATIONS):
-            created, ended = await self._put(sealed)
-            if created or await self._is_whole(sealed):
+            if await self._put(sealed) or await self._is_whole(sealed):
                 break
             await self.mailbox.delete((sealed.ref.key,))
         else:
             raise PayloadCorrupt(f"{sealed.ref.key} is damaged, and cannot be replaced")
         payload = self.hold(sealed.ref, sealed.buffer, sealed.layout)
-        payload.sole = ended()
+        payload.sole = all(ended() for ended in sealed.shown)
         return payload
 
-    async def _put(self, sealed: Sealed) -> tuple[bool, Callable[[], bool]]:
-        """Whether it was created, and what tells whether the store has let go of the bytes."""
+    async def _put(self, sealed: Sealed) -> bool:
+        """Whether it was created."""
         view, ended = show(sealed.stored)
+        sealed.shown.append(ended)
         storing = self.mailbox.put_if_absent(sealed.ref.key, view)
         del view
-        return await storing, ended
+        return await storing
 
     async def _is_whole(self, sealed: Sealed) -> bool:
         """Whether what is there already is these very bytes: a disk may have changed it."""
@@ -242,9 +242,12 @@ class Exchange:
         """
         return await self._record(layout.round_key(number), ROUND_LIMIT, _round_record)
 
-    async def has_begun(self) -> bool:
-        """Whether a round was ever committed, be its record readable or not."""
-        return await self._small(layout.round_key(0)) is not None
+    async def rounds_from(self, number: int) -> list[int]:
+        """The rounds, this one and later, under whose keys there is anything, in order."""
+        after = layout.round_key(number - 1) if number else ""
+        keys = await self.mailbox.list(layout.ROUNDS, after=after)
+        found = (layout.parse_round_key(key) for key in keys)
+        return sorted(one for one in found if one is not None)
 
     async def _record[R](self, key: str, limit: int, decode: Callable[[Buffer], R]) -> R | None:
         data = await get_at_most(self.mailbox, key, limit)

@@ -1,7 +1,7 @@
 """Payloads in memory: as they are written and hashed, sealed for the store, and held."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from gradientmail.exchange.payload import PayloadLayout, Slot
 from gradientmail.exchange.records import Ref
@@ -30,7 +30,7 @@ class Payload:
 class Sealed:
     """A payload ready to be stored: hashed, compressed if asked for, its key known."""
 
-    __slots__ = ("buffer", "layout", "ref", "stored")
+    __slots__ = ("buffer", "layout", "ref", "shown", "stored")
 
     def __init__(
         self, ref: Ref, buffer: memoryview, stored: memoryview, payload_layout: PayloadLayout
@@ -39,6 +39,8 @@ class Sealed:
         self.buffer = buffer
         self.stored = stored
         self.layout = payload_layout
+        self.shown: list[Callable[[], bool]] = []
+        """For each attempt to store it, what tells whether the store has let go of the bytes."""
 
 
 class Sealing:
