@@ -94,7 +94,7 @@ def test_a_bad_name_is_refused(name: str) -> None:
         ({"timeout": "1"}, TypeError, "timeout"),
         ({"learner_id": "Not An Id"}, ValueError, "Not An Id"),
         ({"poll_interval": 0}, ValueError, "poll_interval"),
-        ({"mailbox": "runs/x"}, TypeError, r"FilesystemMailbox\('runs/x'\)"),
+        ({"mailbox": "runs/x"}, TypeError, r"open_mailbox\('runs/x'\)"),
     ],
 )
 def test_a_bad_argument_is_named(changes: dict[str, Any], kind: type[Exception], said: str) -> None:

@@ -335,7 +335,7 @@ def test_it_is_read_inside_its_block_and_serves_once() -> None:
         ({"units": {3: 1}}, TypeError, "unit id 3"),
         ({"load": None}, TypeError, "load"),
         ({"learner": "Not An Id"}, ValueError, "Not An Id"),
-        ({"box": Path("x")}, TypeError, "FilesystemMailbox"),
+        ({"box": Path("x")}, TypeError, "open_mailbox"),
     ],
 )
 def test_a_bad_argument_is_named(changes: dict[str, Any], kind: type[Exception], said: str) -> None:

@@ -81,9 +81,9 @@ def test_a_bad_argument_is_named(changes: dict[str, Any], kind: type[Exception],
 
 
 def test_a_path_is_not_a_mailbox_yet() -> None:
-    with pytest.raises(TypeError, match=r"FilesystemMailbox\('runs/x'\)"):
+    with pytest.raises(TypeError, match=r"open_mailbox\('runs/x'\)"):
         gm.Session(net(), algorithm=ALGORITHM, mailbox="runs/x")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"FilesystemMailbox\('runs/x'\)"):
+    with pytest.raises(TypeError, match=r"open_mailbox\('runs/x'\)"):
         gm.align(net(), mailbox=Path("runs/x"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"open_mailbox\('s3://b/x'\)"):
         gm.align(net(), mailbox="s3://b/x")  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def test_who_cannot_join_ends_no_session_with_its_id(
         with pytest.raises(refused):
             session(mailbox, **{"model": model, **changes})
         assert heard
-        assert {call.operation for call in heard} == {"get"}
+        assert {call.operation for call in heard} <= {"get", "list"}  # nothing is written
         train_until(live, model, 4)
     assert live.rounds_seen >= 3
 
