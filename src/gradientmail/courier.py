@@ -62,7 +62,8 @@ class Courier:
         self._offload = offload
         self._announce = announce
         self._failures = Failures(announce)
-        self._posted = rounds_held(versions)
+        self._posted = dict.fromkeys(range(len(versions)), rounds_held(versions))
+        """By fragment, the newest round whose commit the learner was given."""
         self._last_published = -1
         self._snapshot = (-1, 0.0)
         """Round and moment of the last one taken from the outbox."""
@@ -72,7 +73,6 @@ class Courier:
         """Set when a newer process has this learner's id: nothing more is published."""
         self.in_time = -1
         """The last round whose snapshot was there before the round closed."""
-        self._fetching = asyncio.Lock()
         self._tries: dict[int, int] = {}
         """How often the parameters of a round could not be read."""
         self._left_out: dict[int, PayloadCorrupt] = {}
@@ -131,7 +131,7 @@ class Courier:
                 if number < self._watch.next_round:
                     deltas.pop(number, None)
             try:
-                await self._prepare_blank(self._posted)
+                await self._prepare_blank(self._newest_posted())
             except Exception as error:  # then ``step`` makes its own, or fails itself
                 self._failures.failed("publish", error)
             await wait_any(woken, changed)
@@ -156,7 +156,7 @@ class Courier:
                     sealed = await self._seal(outgoing, delta)
                     # Before the upload, in which the next round may become due: ``step`` would
                     # have to touch fresh pages.
-                    await self._prepare_blank(self._posted)
+                    await self._prepare_blank(self._newest_posted())
                 await self._upload(outgoing, sealed, delta)
             except Exception as error:
                 self._failures.failed("publish", error, outgoing.round)
@@ -311,68 +311,74 @@ class Courier:
                 await changed.wait()
 
     async def bring_newest(self) -> Exception | None:
-        """Look at the mailbox once more, or some times if that fails, and post what is new.
+        """Look for commits once more, or some times if that fails, and post what is new.
 
-        What it failed with at last, or why a commit was left out meanwhile, for who calls to raise
-        when the model has what could be read.
+        What it failed with at last, or why the model lacks a commit, for who calls to raise when
+        the model has what could be read.
         """
-        before, failed = set(self._left_out.values()), None
+        failed: Exception | None = None
         for _ in range(TRIES):
-            try:
-                await self._watch.poll()
-                await self._fetch_new()
-            except Exception as error:
-                failed = error
-                self._failures.failed("fetch", error)
-                await self._clock.sleep(min(self._watch.poll_interval, 1.0))
-            else:
-                failed = next((e for e in self._left_out.values() if e not in before), None)
+            failed = None
+            for work in (self._watch.progress.read_next, self._fetch_new):
+                try:
+                    await work()
+                except Exception as error:
+                    failed = failed or error
+                    self._failures.failed("fetch", error)
+            if failed is None and not self._fresh():
                 break
-        return failed
+            await self._clock.sleep(min(self._watch.poll_interval, 1.0))
+        return failed or next(iter(self._left_out.values()), None)
+
+    def _fresh(self) -> list[RoundRecord]:
+        """The newest commit of each fragment if it was not posted, the oldest first."""
+        newest = map(self._watch.progress.newest, self._posted)
+        fresh = (one for one in newest if one is not None and self._is_new(one))
+        return sorted(fresh, key=lambda record: record.round)
+
+    def _is_new(self, record: RoundRecord) -> bool:
+        """Whether neither it nor a newer one of its fragment was posted; two may be fetching."""
+        return record.round > self._posted[record.fragment]
 
     async def _fetch_new(self) -> None:
-        """Post every commit that the learner has not got, the newest of each fragment only."""
-        async with self._fetching:
-            newest = map(self._watch.progress.newest, range(len(self._run.fragments)))
-            fresh = [one for one in newest if one is not None and one.round > self._posted]
-            await self._fetch(sorted(fresh, key=lambda record: record.round))
+        """Post every commit that the learner has not got, the newest of each fragment only.
 
-    async def _fetch(self, fresh: list[RoundRecord]) -> None:
-        """Post these, the oldest first.
-
-        One whose payload cannot be read keeps the later ones waiting for some tries; then it is
-        left out, the newest, too: others may wait for this learner to report, and so for ever. Its
-        next snapshot of that fragment is stale.
+        One whose payload cannot be read is left out after some tries: others may wait for this
+        learner to report, and so for ever. Its next snapshot of that fragment is stale.
         """
-        unreadable: PayloadCorrupt | None = None
-        for record in fresh:
+        unreadable = ""
+        for record in self._fresh():
             if self._watch.progress.newest(record.fragment) is not record:
-                return  # superseded while others were fetched; the change that told so wakes us
+                continue  # superseded while others were fetched; the change that told so wakes us
             try:
                 payload = await self._versions.theta(record)
-                if payload is None:
-                    continue  # swept: a poll tells of what came instead
-            except PayloadCorrupt as error:
-                if not self._was_last_try(record.round):
-                    raise
-                unreadable = self._left_out[record.fragment] = error
-                if record is fresh[-1]:
+            except PayloadCorrupt as error:  # named no longer than this: its frames hold the bytes
+                unreadable = unreadable or str(error)
+                if self._is_new(record) and self._was_last_try(record.round):
+                    self._left_out[record.fragment] = PayloadCorrupt(str(error))
                     self._post(Arrival(record, None, {}))
                 continue
+            if payload is None:
+                continue  # swept: a poll tells of what came instead
             version = Version(record.version, payload, payload_arrays(self._backend, payload))
             staged = await self._offload(self._parameters.stage, version.arrays)
-            self._versions.put(record.fragment, version)
-            await self._prepare_blank(record.round)
-            self._post(Arrival(record, version, staged))
-            self._left_out.pop(record.fragment, None)
-        if unreadable is not None:
-            raise unreadable
+            await self._prepare_blank(max(record.round, self._newest_posted()))
+            if self._is_new(record):
+                self._versions.put(record.fragment, version)
+                self._post(Arrival(record, version, staged))
+                self._left_out.pop(record.fragment, None)
+        if unreadable:
+            raise PayloadCorrupt(unreadable)
 
     def _was_last_try(self, number: int) -> bool:
         """Count a try to read a commit; whether to go on without it."""
-        tries = {one: count for one, count in self._tries.items() if one > self._posted}
+        oldest = min(self._posted.values())
+        tries = {one: count for one, count in self._tries.items() if one > oldest}
         self._tries = tries | {number: tries.get(number, 0) + 1}
         return self._tries[number] >= TRIES
+
+    def _newest_posted(self) -> int:
+        return max(self._posted.values())
 
     def _post(self, arrival: Arrival) -> None:
         """Give an arrival to the learner, instead of an older one that it has not taken yet."""
@@ -384,7 +390,7 @@ class Courier:
                 except ValueError:  # the learner took it just now
                     break
         arrivals.append(arrival)
-        self._posted = arrival.record.round
+        self._posted[arrival.record.fragment] = arrival.record.round
         if not self._handoff.news:
             self._told_at = self._clock.now()
         self._handoff.tell()

@@ -130,8 +130,7 @@ async def newest_versions(
             number = 0 if record is None else record.version
             return Version(number, payload, payload_arrays(backend, payload))
 
-    await progress.catch_up()
-    await progress.pass_gap()
+    await progress.find_end()
     while True:
         await progress.catch_up()
         before = progress.next_round

@@ -222,7 +222,7 @@ class Learner:
         if arrival.version is None:  # passed over; what it holds of this learner is counted
             self._base_steps[fragment] += mine.steps if mine else 0
             self._base_tokens[fragment] += mine.tokens if mine else 0
-            self.rounds_seen = record.round
+            self.rounds_seen = max(self.rounds_seen, record.round)
             return
         self._parameters.apply(arrival.staged, mixing=mixing)
         self.versions[fragment] = arrival.version
@@ -233,7 +233,9 @@ class Learner:
         self._base_steps[fragment] = self.local_step - math.floor(mixing * left_steps)
         self._base_tokens[fragment] = self._tokens - math.floor(mixing * left_tokens)
         self._overwritten_at[fragment] = self.local_step
-        self.rounds_seen = record.round
+        self.rounds_seen = max(
+            self.rounds_seen, record.round
+        )  # one that was hard to read comes late
         self._handoff.announce(
             Aligned(
                 round=record.round,

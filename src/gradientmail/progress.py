@@ -99,22 +99,32 @@ class Progress:
             if number >= self.next_round:  # this node's own commits may have come in meanwhile
                 self._take_in(record)
 
-    async def pass_gap(self) -> None:
-        """Go on behind records that are gone, if there are any later ones, to the newest.
+    async def find_end(self) -> None:
+        """``catch_up``, for who joins: finds the newest record also behind some that are gone.
 
-        ``catch_up`` finds no record behind a gap. To be called by who joins, after it; costs a
-        LIST. ``ProtocolError`` when one of the last P records is gone.
+        Costs a LIST more. ``ProtocolError`` when one of the last P records is gone.
         """
+        try:
+            await self.catch_up()
+        except ProtocolError:  # its bisection may have ended below a gap
+            if not await self._pass_gap():
+                raise
+        else:
+            await self._pass_gap()
+
+    async def _pass_gap(self) -> bool:
+        """Go on behind records that are gone, to the newest, if there are any later ones."""
         for number in reversed((await self._exchange.rounds_from(self.next_round))[-BEYOND:]):
             with contextlib.suppress(ProtocolError):  # somebody may put there what is no record
                 if await self._read(number) is not None:
                     self.next_round = max(self.next_round, number + 1 - self._fragments)
                     break
         else:
-            return
+            return False
         for lost in range(self.next_round, number + 1):
             await self._require(lost)
         await self.catch_up()
+        return True
 
     async def _last(self, probed: dict[int, RoundRecord]) -> int:
         """The last round that is committed."""

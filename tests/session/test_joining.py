@@ -1,6 +1,7 @@
 """Arguments, mismatches, ``align``, corrupt runs: what a user gets told."""
 
 import asyncio
+import itertools
 import json
 import signal
 import threading
@@ -380,6 +381,17 @@ def test_old_records_that_are_gone_are_passed_over(lost: list[int]) -> None:
         train_until(one, model, newest + 2)
     there = asyncio.run(box.list("rounds/"))
     assert [key for key in map(layout.round_key, lost) if key in there] == []
+
+
+def test_any_two_old_records_may_be_gone() -> None:
+    box = finished(16)
+    newest = gm.align(net(), mailbox=box)
+    records = {key: asyncio.run(box.get(key)) or b"" for key in asyncio.run(box.list("rounds/"))}
+    for lost in itertools.combinations(list(records)[: newest - 1], 2):
+        asyncio.run(box.delete(lost))
+        assert gm.align(net(), mailbox=box) == newest, lost
+        for key in lost:
+            asyncio.run(box.put_if_absent(key, records[key]))
 
 
 @pytest.mark.parametrize("how", ["gone", "empty"])

@@ -31,6 +31,7 @@ from tests.session.models import (
 import gradientmail as gm
 import gradientmail.session
 from gradientmail import events, learner
+from gradientmail.exchange import layout
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 
 
@@ -167,32 +168,30 @@ def test_a_newest_commit_that_cannot_be_read_leaves_the_newest_that_can(
         assert closed.clean == (times == 2)
 
 
-def test_commits_are_fetched_by_one_at_a_time() -> None:
-    """Else closing fetches the newest, and an older one that was on its way comes after it."""
-    running, most = 0, 0
+def test_a_commit_that_was_left_out_before_closing_is_named_and_keeps_no_other_away() -> None:
+    class Damaged(WrappedMailbox):
+        async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
+            blob = layout.parse_blob_key(call.key)
+            bad = blob is not None and blob.kind == "round" and blob.index % 2 == 0
+            return bytes(100) if bad and call.operation == "get" else await act()
 
-    async def fetch(fresh: list[Any]) -> None:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.05)
-        running -= 1
-
-    model = net()
+    box, ours, model, heard, seen = gm.MemoryMailbox(), net(), net(), Events(), Events()
     with gm.Session(
-        model, algorithm=ALGORITHM, mailbox=gm.MemoryMailbox(), callbacks=(), **QUICK
+        ours, algorithm=ALGORITHM, mailbox=box, learner_id="a", callbacks=[heard], **QUICK
     ) as session:
-        courier = session._node.courier
-        assert courier is not None
-        bring = courier.bring_newest
-
-        async def bring_thrice() -> None:
-            await asyncio.gather(bring(), bring(), bring())
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(courier, "_fetch", fetch)
-            session._thread.call(bring_thrice())
-    assert most == 1
+        until(lambda: heard.of(events.RoundClaimed))
+        other = gm.Session(
+            model, algorithm=ALGORITHM, mailbox=Damaged(box), callbacks=[seen], **QUICK
+        )
+        train_until(session, ours, 5)
+        sent = max(event.round for event in heard.of(events.SnapshotPublished))
+        until(lambda: max(e.round for e in seen.of(events.RoundSeen)) >= sent)
+        until(lambda: other._node.courier and other._node.courier._left_out)
+        with pytest.raises(gm.PayloadCorrupt, match="blobs/rounds/"):
+            other.close()
+        numbers = [version.number for version in other._learner.versions]
+        assert numbers == [0, (sent + 1) // 2]
+        assert other.rounds_seen == sent
 
 
 def test_a_session_can_be_closed_whatever_python_thinks_of_its_thread() -> None:

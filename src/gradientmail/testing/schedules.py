@@ -177,7 +177,7 @@ class Simulation:
             timings = (known.step, known.quorum, known.sync)
             takeover = max(takeover, 3 * sum(value or 0.0 for value in timings))
         links = [one.connection for one in plan.nodes]
-        calls = 40 * max(
+        calls = 41 * max(
             one.latency_seconds + one.jitter_seconds + CALL_BYTES / one.bytes_per_second
             for one in links
         )
