@@ -233,9 +233,7 @@ class Learner:
         self._base_steps[fragment] = self.local_step - math.floor(mixing * left_steps)
         self._base_tokens[fragment] = self._tokens - math.floor(mixing * left_tokens)
         self._overwritten_at[fragment] = self.local_step
-        self.rounds_seen = max(
-            self.rounds_seen, record.round
-        )  # one that was hard to read comes late
+        self.rounds_seen = max(self.rounds_seen, record.round)  # what is hard to read comes late
         self._handoff.announce(
             Aligned(
                 round=record.round,
