@@ -132,7 +132,6 @@ async def newest_versions(
 
     await progress.find_end()
     while True:
-        await progress.catch_up()
         before = progress.next_round
         wanted = [one for one in run.fragments if one.index not in versions]
         found = await asyncio.gather(*map(fetch, wanted), return_exceptions=True)
