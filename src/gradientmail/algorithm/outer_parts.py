@@ -11,7 +11,7 @@ from gradientmail.algorithm.precision import Take, outer_specs, theta_is_master,
 from gradientmail.backend.base import Backend
 from gradientmail.schema import TensorSpec
 
-PART = 2**22
+PART = 2**23
 """Elements in a part: long beside a change of threads, short beside a fragment."""
 
 type Range = tuple[TensorSpec, int, int]

@@ -22,14 +22,8 @@ from gradientmail.backend.torch_chunks import (
 from gradientmail.backend.torch_formats import DECODERS, ENCODERS, convert
 from gradientmail.backend.torch_model import TorchParameters
 from gradientmail.backend.torch_names import TrainedSet, places
+from gradientmail.backend.torch_sums import ROWS_FROM, RowSums, exact_dot
 from gradientmail.buffers import HOST, BufferPool
-
-ROW = 256
-"""Elements of a large tensor that are summed in fp32 before the sum goes on in float64. The error
-of the whole is 1e-10 to 1e-8, and up to 3e-7 for equal values, whose sums all round one way."""
-
-ROWS_FROM = 2**16
-"""Tensors of fewer elements are summed in float64 throughout."""
 
 _DTYPES = {
     "F32": torch.float32,
@@ -129,9 +123,9 @@ class TorchBackend(Backend):
     def dot(self, x: Tensor, y: Tensor) -> float:
         """``Σ x·y``: in float64, large tensors by rows in fp32 unless that could lose digits."""
         if x.numel() < ROWS_FROM:
-            return _exact_dot(x, y)
+            return exact_dot(x, y)
         size = piece_size()
-        sums, lefts = _RowSums(x, size), fp32_pieces(x, size)
+        sums, lefts = RowSums(x, size, squares=x is y), fp32_pieces(x, size)
         if x is y:
             for left in lefts:
                 sums.add(left, left)
@@ -139,7 +133,7 @@ class TorchBackend(Backend):
             for left, right in zip(lefts, fp32_pieces(y, size), strict=True):
                 sums.add(left, right)
         total = sums.total()
-        return _exact_dot(x, y) if total is None else total
+        return exact_dot(x, y) if total is None else total
 
     def sum_of_products(self, x: Tensor, y: Tensor) -> float:
         """``Σ x·y`` in fp32, in PyTorch's own order; ``dot`` when that could lose digits."""
@@ -152,21 +146,21 @@ class TorchBackend(Backend):
         if out.numel() < ROWS_FROM:
             return super().subtract_squares(left, right, out)
         size = piece_size()
-        sums = _RowSums(out, size)
+        sums = RowSums(out, size, squares=True)
         written: Iterable[Tensor] = _elementwise(torch.sub, left, right, out, size)
         if out.dtype != torch.float32:
             written = map(torch.Tensor.copy_, again(scratch(out, size=size), out), written)
         for piece in written:
             sums.add(piece, piece)
         total = sums.total()
-        return _exact_dot(out, out) if total is None else total
+        return exact_dot(out, out) if total is None else total
 
     def dot_squares(self, x: Tensor, y: Tensor) -> tuple[float, float]:
         """``dot`` and ``sum_of_squares`` of ``y``, which is read once."""
         if y.numel() < ROWS_FROM:
             return super().dot_squares(x, y)
         size = piece_size()
-        dots, squares = _RowSums(x, size), _RowSums(y, size)
+        dots, squares = RowSums(x, size), RowSums(y, size, squares=True)
         for left, right in zip(fp32_pieces(x, size), fp32_pieces(y, size), strict=True):
             dots.add(left, right)
             squares.add(right, right)
@@ -208,7 +202,11 @@ class TorchBackend(Backend):
     ) -> bool:
         """``m' = β·m + Δ`` and ``master' = master − lr·(Δ + β·m')``, each chunk read once."""
         factors, finite, size = [_factors(scale) for scale, _ in delta], True, piece_size()
-        products, steps = (again(scratch(master, size=size), master) for _ in range(2))
+        products = again(scratch(master, size=size), master)
+        steps: Iterable[Tensor] = pieces(new_master, size)  # less to keep in the cache
+        read_later = (master, *(x for _, x in delta[1:]))
+        if any(x.data_ptr() == new_master.data_ptr() for x in read_later):
+            steps = again(scratch(master, size=size), master)
         old = new_momentum if momentum is None else momentum
         others = chunks(old, new_momentum, new_master, *(x for _, x in delta), size=size)
         for base, product, step, (m, new_m, new, *terms) in zip(
@@ -348,46 +346,3 @@ def _combined(
         else:
             total.add_(_scaled(x, scales, product))
     return out.zero_() if total is None else total
-
-
-class _RowSums:
-    """``Σ x·y`` over pieces of large tensors: each row in fp32, their sum in float64."""
-
-    def __init__(self, like: Tensor, size: int) -> None:
-        self._size = size
-        self._product = scratch(like, size=size)
-        self._by_row = self._product.view(-1, ROW)
-        self._rows = torch.empty(like.numel() // ROW, dtype=torch.float32, device="cpu")
-        self._parts = iter(pieces(self._rows, size // ROW))
-        self._count, self._tail = like.numel(), 0.0
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Take in the next piece of both, F32."""
-        if x.numel() == self._size:
-            torch.mul(x, y, out=self._product)
-            torch.sum(self._by_row, dim=1, out=next(self._parts))
-            return
-        whole = x.numel() // ROW * ROW  # the last piece may have less than a row left
-        if whole < x.numel():
-            self._tail += _exact_dot(x[whole:], y[whole:])
-            x, y = x[:whole], y[:whole]
-        if whole:
-            product = torch.mul(x, y, out=self._product[:whole])
-            torch.sum(product.view(-1, ROW), dim=1, out=next(self._parts))
-
-    def total(self) -> float | None:
-        """The sum; None when overflow or underflow in fp32 can matter in it.
-
-        Underflow loses less than 2e-38 an element, so a larger sum has lost no digit that counts.
-        """
-        total = self._tail + sum(float(part.double().sum()) for part in pieces(self._rows))
-        return total if math.isfinite(total) and abs(total) > 1e-28 * self._count else None
-
-
-def _exact_dot(x: Tensor, y: Tensor) -> float:
-    """``Σ x·y`` in float64."""
-    total = 0.0
-    for a, b in chunks(x, y):
-        left = a.double()
-        total += float((left * (left if x is y else b.double())).sum())
-    return total

@@ -192,15 +192,20 @@ class BackendArithmetic(OverArrays):
         assert_near(new_m.values(), momentum, rtol=3e-7, atol=1e-6)
         assert_near(new.values(), expected, rtol=3e-7, atol=2e-6)
 
-    @pytest.mark.parametrize("over", ["master", "first", "second"])
+    @pytest.mark.parametrize("over", ["master", "first", "second", "twice"])
     def test_nesterov_over_what_it_uses_up(self, over: str) -> None:
-        """Momentum over momentum, master over the old one or over a term: the same bytes."""
+        """Momentum over momentum, master over the old one or over a term: the same bytes.
+
+        Also one of more terms than two, or one that comes twice.
+        """
         shape: tuple[int, ...] = (70_001,)
         found: list[tuple[bytes, bytes]] = []
         for in_place in (False, True):
             delta, _ = self._delta(shape, 2)
+            delta.append((0.6, delta[0][1] if over == "twice" else self.put(draw(shape, 29))))
             m, master = self.put(draw(shape, 31)), self.put(draw(shape, 30))
-            old = {"master": master, "first": delta[0][1], "second": delta[1][1]}
+            terms = {"first": delta[0][1], "second": delta[1][1], "twice": delta[0][1]}
+            old = {"master": master, **terms}
             new_m, new = (m, old[over]) if in_place else (self.blank(shape), self.blank(shape))
             self.make_backend().nesterov(
                 [(c, x.array) for c, x in delta],
