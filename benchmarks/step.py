@@ -52,7 +52,7 @@ def copying_steps(rounds: int, size: int, pause: float) -> dict[str, float]:
     """Time in ``step`` over some rounds beside as many bare copies as it had to make.
 
     Bare copies are made in the same loop, between the steps, where other threads use the cores as
-    they do during ``step``, and once more with nothing else running.
+    they do during ``step``, and once more with nothing else running, after pauses as long.
     """
     model = model_of(8, size // 2)
     sources, target = [torch.ones(size) for _ in range(4)], torch.zeros(size)
@@ -82,7 +82,11 @@ def copying_steps(rounds: int, size: int, pause: float) -> dict[str, float]:
                 time.sleep(pause)
                 beside.append(copy())
         copies = sum(type(e) in (events.Aligned, events.SnapshotPublished) for e in seen)
-    alone = sorted(copy() for _ in range(12))[6]
+    quiet = []
+    for _ in range(12):
+        time.sleep(pause)
+        quiet.append(copy())
+    alone = sorted(quiet)[6]
     bare = sum(beside) / len(beside)
     return {
         "in_step_ms": round(inside * 1e3, 1),
