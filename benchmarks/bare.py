@@ -49,21 +49,23 @@ class BareSession:
         self._steps = 0
         self._written: dict[int, list[Path]] = {}
         self._work: threading.Thread | None = None
-        self._ended = False
+        self._complete = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended = True
+        """See the round in flight through, unless the others have left without it."""
         if self._work is not None:
             self._work.join()
+            self.rounds_seen += self._complete
+        (self._folder / f"left-{self._rank}").touch()
 
     def step(self, samples: int) -> None:
         """Copy a commit in if one has come, then a snapshot out if one is due."""
         self._steps += samples > 0
         if self._work is not None:
-            if self._work.is_alive():
+            if self._work.is_alive() or not self._complete:
                 return
             self._work = None
             self.rounds_seen += 1
@@ -84,16 +86,17 @@ class BareSession:
         return [part.view_as(one) for part, one in zip(parts, like, strict=True)]
 
     def _exchange(self, number: int) -> None:
+        self._complete = False
         torch.sub(self._snapshot, self._theta, out=self._snapshot)
         self._put(number, f"delta-{self._rank}", self._snapshot)
         self._tell("published", number)
         if self._rank:
-            self._get(number, "theta")
+            self._complete = self._get(number, "theta", 0) is not None
             return
         merged = self._snapshot
         merged.norm()
         for other in range(1, self._nodes):
-            found = self._get(number, f"delta-{other}")
+            found = self._get(number, f"delta-{other}", other)
             if found is None:
                 return
             found.norm()
@@ -103,6 +106,7 @@ class BareSession:
         self._put(number, "theta", self._theta)
         self._put(number, "momentum", self._momentum)
         self._tell("committed", number)
+        self._complete = True
 
     def _put(self, number: int, name: str, tensor: torch.Tensor) -> None:
         data = memoryview(tensor.numpy()).cast("B")
@@ -115,10 +119,11 @@ class BareSession:
         for old in self._written.pop(number - 2, ()):
             old.unlink()
 
-    def _get(self, number: int, name: str) -> torch.Tensor | None:
-        path = self._folder / f"{number}-{name}"
+    def _get(self, number: int, name: str, of: int) -> torch.Tensor | None:
+        """What node ``of`` wrote, or None when that has left without writing it."""
+        path, left = self._folder / f"{number}-{name}", self._folder / f"left-{of}"
         while not path.exists():
-            if self._ended:
+            if left.exists() and not path.exists():
                 return None
             time.sleep(self._poll)
         with path.open("rb", buffering=0) as file:
