@@ -1,11 +1,12 @@
-"""Calls that wait for a thread, and the daemon threads that run them.
+"""Calls that wait for a thread, the daemon threads that run them, and what became of a call.
 
 ``concurrent.futures`` joins its threads when the interpreter exits, so that one call that hangs in
 a store would keep the process. Daemons do not: an abandoned call dies with it.
 """
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
 
@@ -38,6 +39,23 @@ class PendingCall[T]:
             # Before anybody hears of the end: what was passed is not looked at any more.
             del work
             self.future.set_result(result)
+
+
+async def uncancelled[T](work: Awaitable[T]) -> T:
+    """What ``work`` gives. A ``CancelledError`` that nobody asked this task for is an error in it.
+
+    Passed on, it would end in silence whatever awaits it.
+    """
+    task = asyncio.current_task()
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if task is None or task.cancelling():
+            raise
+        raise RuntimeError(
+            "a call of the mailbox or a callback ended in CancelledError, which nobody of this "
+            "node asked for; let it raise MailboxUnavailable if it may be repeated"
+        ) from None
 
 
 def start_daemon(work: Callable[[], None], name: str, *, others: int) -> bool:

@@ -222,13 +222,15 @@ class TaskFailed(Event):
     error: str
     round: int | None = None
     repeated: bool = True
-    """False for the last words of a node that leaves: its lease will run out by itself."""
+    """False for the last words of a node that leaves."""
     times: int = 1
     """How often in a row; of the same error only the first, second, fourth, … is told."""
 
     def __str__(self) -> str:
-        if not self.repeated:
+        if not self.repeated and self.task == "lease":
             return f"leaves without deleting its lease, which runs out by itself: {self.error}"
+        if not self.repeated:
+            return f"leaves with the newest commits that it knew, there may be more: {self.error}"
         where = "" if self.round is None else f"round {self.round}: "
         times = f" {self.times} times in a row" if self.times > 1 else ""
         return f"{where}{self.task} failed{times} and is tried again: {self.error}"

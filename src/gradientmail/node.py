@@ -13,6 +13,7 @@ from typing import Any
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.partition import partition
 from gradientmail.backend.base import Backend, Parameters
+from gradientmail.calls import uncancelled
 from gradientmail.clock import Clock, Flag, Offload, wait_or_sleep
 from gradientmail.courier import Courier
 from gradientmail.errors import LearnerReplaced, MailboxUnavailable
@@ -27,7 +28,7 @@ from gradientmail.events import (
 )
 from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.lease import Lease
-from gradientmail.exchange.records import Manifest, Ref
+from gradientmail.exchange.records import Manifest, Ref, RoundRecord
 from gradientmail.exchange.sealing import Payload
 from gradientmail.failures import Failures
 from gradientmail.handoff import Handoff, Version
@@ -248,6 +249,10 @@ class Node:
         self._closing = self._start(self.syncer.run())
         return self.courier
 
+    async def history(self) -> dict[int, RoundRecord]:
+        """The records that this node remembers, by round."""
+        return dict(self.watch.progress.history) if self.watch is not None else {}
+
     # Leaving
 
     def patience(self) -> float:
@@ -297,18 +302,8 @@ class Node:
 
     async def _guard(self, work: Coroutine[Any, Any, object]) -> None:
         """A task that ends by an error nobody foresaw ends the training too, loudly."""
-        task = asyncio.current_task()
         try:
-            await work
-        except asyncio.CancelledError:
-            if task is None or task.cancelling():
-                raise
-            self._handoff.fail(
-                RuntimeError(
-                    "a call of the mailbox or a callback ended in CancelledError, which nobody of "
-                    "this node asked for; let it raise MailboxUnavailable if it may be repeated"
-                )
-            )
+            await uncancelled(work)
         except Exception as error:
             self._handoff.fail(error)
 

@@ -32,10 +32,11 @@ from gradientmail.events import (
     Callback,
     Closed,
     GaveUp,
+    TaskFailed,
     checked,
     log_events,
 )
-from gradientmail.exchange.records import Manifest, RoundRecord
+from gradientmail.exchange.records import Manifest
 from gradientmail.handoff import Handoff, Version
 from gradientmail.learner import Learner
 from gradientmail.loop_thread import LoopThread
@@ -276,11 +277,7 @@ class Session:
         """
         self._check_open("load its state into an open one")
 
-        async def history() -> dict[int, RoundRecord]:
-            watch = self._node.watch
-            return dict(watch.progress.history) if watch is not None else {}
-
-        records = self._thread.call(history())
+        records = self._thread.call(self._node.history())
         self._handoff.announce(self._checkpoint.restore(state, records))
 
     def _check_open(self, advice: str) -> None:
@@ -314,8 +311,11 @@ class Session:
         if missed:
             self._announce(GaveUp(rounds=missed, waited_seconds=self._node.patience()))
         elif courier is not None:
-            with contextlib.suppress(TimeoutError):
+            try:
                 failed = self._thread.call(courier.bring_newest(), LEAVE_SECONDS)
+            except TimeoutError:
+                error = f"the mailbox has not answered for {LEAVE_SECONDS:g} s"
+                self._announce(TaskFailed(task="fetch", error=error, repeated=False))
             self._learner.take_news()
             if event := self._checkpoint.unshared(unseen=unseen, reached=courier.in_time >= 0):
                 self._announce(event)

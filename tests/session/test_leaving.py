@@ -116,10 +116,16 @@ class Failing(WrappedMailbox):
         self.left -= 1
         if self.how == "refused":
             raise gm.MailboxRefused(f"{call.key}: access denied")
+        if self.how == "cancelled":
+            raise asyncio.CancelledError
         return bytes(100)
 
 
-ERRORS = {"damaged": gm.PayloadCorrupt, "refused": gm.MailboxRefused}
+ERRORS = {
+    "damaged": (gm.PayloadCorrupt, "blobs/rounds/"),
+    "refused": (gm.MailboxRefused, "blobs/rounds/"),
+    "cancelled": (RuntimeError, "ended in CancelledError"),
+}
 
 
 @pytest.mark.parametrize("how", ERRORS)
@@ -161,11 +167,38 @@ def test_a_newest_commit_that_cannot_be_read_leaves_the_newest_that_can(
             assert gm.align(newest, mailbox=box) == other.rounds_seen
             assert equal(model, newest)
         else:
-            with pytest.raises(ERRORS[how], match="blobs/rounds/"):
+            error, said = ERRORS[how]
+            with pytest.raises(error, match=said):
                 other.close()
             assert all(torch.equal(now, joined[name]) for name, now in parameters(model).items())
         (closed,) = seen.of(events.Closed)
         assert closed.clean == (times == 2)
+
+
+def test_closing_says_when_the_store_does_not_tell_of_newer_commits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The model then holds the newest commits that were known, and no local steps."""
+    monkeypatch.setattr(gradientmail.session, "LEAVE_SECONDS", SOON)
+    box, model, seen = Hanging(gm.MemoryMailbox(), "awaits"), net(), Events()
+    with gm.Session(
+        model, algorithm=ALGORITHM, mailbox=box, learner_id="a", callbacks=[seen], **QUICK
+    ) as session:
+        train_until(session, model, 4)
+        sent = max(event.round for event in seen.of(events.SnapshotPublished))
+        until(lambda: seen.of(events.RoundCommitted)[-1].round >= sent)
+        box.hang = True
+    fetch, lease = seen.of(events.TaskFailed)
+    assert (fetch.task, lease.task) == ("fetch", "lease")
+    assert str(fetch) == (
+        "leaves with the newest commits that it knew, there may be more: the mailbox has not "
+        "answered for 0.8 s"
+    )
+    assert session.rounds_seen == sent
+    box.hang = False
+    newest = net()
+    assert gm.align(newest, mailbox=box) == sent
+    assert equal(model, newest)
 
 
 def test_a_commit_that_was_left_out_before_closing_is_named_and_keeps_no_other_away() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 from random import Random
 
+from gradientmail.calls import uncancelled
 from gradientmail.clock import Clock
 from gradientmail.errors import MailboxUnavailable
 from gradientmail.mailbox.base import Mailbox
@@ -20,7 +21,8 @@ class RetryingMailbox(WrappedMailbox):
 
     The delay before a try starts at 0.5 s with every call and doubles up to 30 s; of each the
     wait is a part drawn uniformly from its upper half, so that nodes which failed together do
-    not come back together. Anything else that is raised propagates at once, cancellation too.
+    not come back together. Anything else that is raised propagates at once, cancellation too; but
+    one that only the store means is a ``RuntimeError``, and ends no task in silence.
 
     A failed try may have taken effect. So False from ``put_if_absent`` may mean that an earlier
     try of this very call created the object: a caller that must know compares what is there.
@@ -47,7 +49,7 @@ class RetryingMailbox(WrappedMailbox):
         delay = FIRST_DELAY_SECONDS
         while True:
             try:
-                answer = await act()
+                answer = await uncancelled(act())
             except MailboxUnavailable as error:
                 pause = delay * self._random.uniform(0.5, 1.0)
                 if self._on_unavailable is not None:
