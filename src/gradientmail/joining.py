@@ -45,11 +45,7 @@ async def find_run(
     patience = max(STALLED_POLLS * poll_interval, largest / SLOWEST_UPLOAD)
     uploads, moved = -1, clock.now()
     while True:
-        manifest = await exchange.manifest()
-        if manifest is None and await _has_rounds(exchange):
-            manifest = await exchange.manifest()  # created meanwhile, else it is gone
-            if manifest is None:
-                raise ProtocolError(f"{layout.MANIFEST} is gone, and rounds are there. {_PUT_BACK}")
+        manifest = await _find_manifest(exchange)
         if manifest is not None:
             return manifest
         count = sum(map(_is_init, await exchange.keys(layout.BLOBS_INIT)))
@@ -64,6 +60,16 @@ async def find_run(
                 return None
             moved = clock.now()
         await clock.sleep(poll_interval)
+
+
+async def _find_manifest(exchange: Exchange) -> Manifest | None:
+    """The manifest, None where no run is; ``ProtocolError`` for a run that has lost it."""
+    manifest = await exchange.manifest()
+    if manifest is None and await _has_rounds(exchange):
+        manifest = await exchange.manifest()  # created meanwhile, else it is gone
+        if manifest is None:
+            raise ProtocolError(f"{layout.MANIFEST} is gone, and rounds are there. {_PUT_BACK}")
+    return manifest
 
 
 async def _has_rounds(exchange: Exchange) -> bool:
@@ -163,9 +169,10 @@ async def read_newest(
 ) -> tuple[int, list[Version]] | None:
     """The newest committed round (−1 before the first) and versions, for a reader that joins not.
 
-    None when there is no run. Raises ``SchemaMismatch`` and ``PayloadCorrupt``.
+    None when there is no run. Raises ``SchemaMismatch`` and ``PayloadCorrupt``, and
+    ``ProtocolError`` for a run that has lost its manifest.
     """
-    manifest = await exchange.manifest()
+    manifest = await _find_manifest(exchange)
     if manifest is None:
         return None
     run = read_run(manifest)

@@ -90,7 +90,26 @@ def test_a_run_whose_manifest_is_gone_is_damaged(
     monkeypatch.setattr("gradientmail.commands.verify.PAUSE_SECONDS", 0.0)
     (copied / "manifest.json").unlink()
     assert main(["verify", str(copied)]) == 1
-    assert "WRONG manifest: manifest.json: it does not exist" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "WRONG manifest: manifest.json: it is gone, and rounds are there" in shown
+
+
+@pytest.mark.parametrize("command", [["verify"], ["doctor", "--large", "1", "--keys", "20"]])
+def test_the_folder_above_a_run_or_within_it_names_the_run(
+    command: list[str],
+    copied: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gradientmail.commands.verify.PAUSE_SECONDS", 0.0)
+    main([*command, str(copied.parent)])
+    assert f"runs are right below it: {copied}" in capsys.readouterr().out
+    main([*command, str(copied / "rounds")])
+    assert f"it is a part of the run in {copied}" in capsys.readouterr().out
+    main([*command, str(copied)])
+    shown = capsys.readouterr().out
+    assert "right below" not in shown
+    assert "a part of" not in shown
 
 
 def test_a_wrong_path_is_told_before_any_framework_is_imported(
@@ -152,8 +171,8 @@ def test_it_says_which_commits_it_could_compute_again() -> None:
 
     assert computed(9, 0) == "commits, with numpy: 9 computed again from their deltas"
     assert computed(0, 4) == (
-        "commits, with numpy: 4 checked against the version before, as their deltas are swept; "
-        "5 not checked, as what they were made of is swept"
+        "commits, with numpy: 4 compared with the version before only, because their deltas are "
+        "swept; 5 older: swept but for their records"
     )
 
 

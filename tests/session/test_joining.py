@@ -246,6 +246,11 @@ def test_a_run_that_has_lost_its_manifest_is_not_created_again(how: str) -> None
     other = ALGORITHM if how == "same" else replace(ALGORITHM, outer_lr=0.5)
     with no_threads_left(), pytest.raises(gm.ProtocolError, match=r"manifest\.json is gone"):
         session(box, algorithm=other)
+    model = net()
+    was = parameters(model)
+    with no_threads_left(), pytest.raises(gm.ProtocolError, match=r"manifest\.json is gone"):
+        gm.align(model, mailbox=box)
+    assert all(torch.equal(was[name], now) for name, now in parameters(model).items())
     assert list(asyncio.run(box.list(""))) == before
 
 

@@ -2,7 +2,12 @@
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
+
+from gradientmail.exchange import layout
+from gradientmail.mailbox.urls import path_of
 
 type Subcommands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - no other
 
@@ -27,6 +32,27 @@ class Command(Protocol):
     def add_to(self, subcommands: Subcommands, /) -> None:
         """Add a parser with arguments and, as the default ``run``, ``run(arguments) -> int``."""
         ...
+
+
+def other_runs(url: str) -> str:
+    """Where runs are near a folder that may have been taken for one of them; empty for no other.
+
+    Right below it, or that of which it is a part.
+    """
+    with suppress(ValueError, OSError):
+        name = path_of(url)
+        if name is None:
+            return ""
+        folder = Path(name)
+        below = sorted(str(found.parent) for found in folder.glob(f"*/{layout.MANIFEST}"))
+        if below:
+            more = ", …" if below[5:] else ""
+            return f"runs are right below it: {', '.join(below[:5])}{more}"
+        if not (folder / layout.MANIFEST).exists():
+            for outer in folder.absolute().parents[:3]:
+                if (outer / layout.MANIFEST).exists():
+                    return f"it is a part of the run in {outer}"
+    return ""
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from gradientmail.commands import bill
-from gradientmail.commands.base import FAULTY, FINE, Subcommands, table
-from gradientmail.commands.checks import Examination
+from gradientmail.commands.base import FAULTY, FINE, Subcommands, other_runs, table
+from gradientmail.commands.checks import Examination, Finding
 from gradientmail.commands.examining import CLEAN_SECONDS, Extent, Report, cleaned, examine
 from gradientmail.loop_thread import LoopThread
 from gradientmail.mailbox.urls import open_mailbox, path_of
@@ -118,6 +118,9 @@ def examined(url: str, extent: Extent) -> Report:
             report = thread.call(examine(store, extent), extent.seconds + CLEAN_SECONDS)
         finally:
             left = thread.call(cleaned(store))
+        if near := other_runs(url):
+            advice = "pass that address if you mean that run"
+            left = (*left, Finding("other runs", "warning", near, advice))
         return replace(report, findings=(*report.findings, *left))
     finally:
         thread.stop(1.0)
@@ -147,6 +150,12 @@ def _print(report: Report, plan: bill.Plan, costs: dict[str, float]) -> None:
     if report.latency:
         rows = [(one.operation, f"{one.median:.1f}", f"{one.p95:.1f}") for one in report.latency]
         print("\n" + table([("operation", "median ms", "p95 ms"), *rows]))
+    if report.usable:
+        _print_bill(plan, costs)
+    print(f"\n{report.verdict}")
+
+
+def _print_bill(plan: bill.Plan, costs: dict[str, float]) -> None:
     one = bill.requests_of(plan)
     print(f"\n{plan.nodes} nodes, {plan.parameters:,} parameters, a round every ", end="")
     print(
@@ -158,7 +167,6 @@ def _print(report: Report, plan: bill.Plan, costs: dict[str, float]) -> None:
     parts = ", ".join(f"{name} {dollars:.2f}" for name, dollars in costs.items())
     print(f"Estimate for a month of training: ${sum(costs.values()):,.2f} ({parts}),")
     print("if the store charges by request and gigabyte, at the prices that --help shows or yours.")
-    print(f"\n{report.verdict}")
 
 
 def _count(text: str) -> int:

@@ -155,9 +155,15 @@ async def _own_listing(store: Examination) -> str:
 
 
 async def _run(store: Examination) -> str:
-    if await store.persist(lambda: store.boxes[0].get(layout.MANIFEST)) is None:
-        return "none is here yet: the first session makes it"
-    return "one is here already: sessions with this address join it"
+    if await store.persist(lambda: store.boxes[0].get(layout.MANIFEST)) is not None:
+        return "one is here already: sessions with this address join it"
+    keys = await store.persist(lambda: store.boxes[0].list(layout.ROUNDS))
+    if any(layout.parse_round_key(key) is not None for key in keys):
+        raise Warn(
+            f"rounds of one are here, and its {layout.MANIFEST} is gone",
+            "put it back from a copy, or pass another address: sessions refuse this one",
+        )
+    return "none is here yet: the first session makes it"
 
 
 def _repeated(store: Examination) -> tuple[Finding, ...]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from importlib import import_module
 
 from gradientmail.backend.base import Backend
-from gradientmail.commands.base import FAULTY, FINE, Subcommands
+from gradientmail.commands.base import FAULTY, FINE, Subcommands, other_runs
 from gradientmail.errors import MissingExtra
 from gradientmail.exchange import layout
 from gradientmail.mailbox.base import Mailbox
@@ -140,12 +140,14 @@ def _as_json(url: str, backend: str, report: Report) -> str:
 
 def as_text(url: str, backend: str, report: Report) -> str:
     """What was found, for people."""
+    near = f"{found}; " if (found := other_runs(url)) else ""
     if report.violations and not report.rounds and report.objects == len(report.strays):
         return (
-            f"there is no run in {url}; pass the address that its sessions have, or start one: the "
-            "first session creates it"
+            f"there is no run in {url}; {near}pass the address that its sessions have, or start "
+            "one: the first session creates it"
         )
     lines = [f"{url}: {report.rounds} rounds in {report.objects} objects"]
+    lines += [near.removesuffix("; ")] if near else []
     if report.payloads:
         lines += [f"payloads read and hashed: {report.payloads}", _computed(backend, report)]
     if report.strays:
@@ -168,8 +170,8 @@ def _computed(backend: str, report: Report) -> str:
         f"{count} {what}"
         for count, what in (
             (again, "computed again from their deltas"),
-            (traced, "checked against the version before, as their deltas are swept"),
-            (report.rounds - again - traced, "not checked, as what they were made of is swept"),
+            (traced, "compared with the version before only, because their deltas are swept"),
+            (report.rounds - again - traced, "older: swept but for their records"),
         )
         if count
     ]

@@ -87,7 +87,9 @@ class _Verification:
             if manifest is not None:
                 return read_run(manifest)
             text = "it does not exist: there is no run here"
-            if any(key.startswith(layout.BLOBS_INIT) for key in keys):
+            if any(layout.parse_round_key(key) is not None for key in keys):
+                text = "it is gone, and rounds are there"
+            elif any(key.startswith(layout.BLOBS_INIT) for key in keys):
                 text = "it does not exist yet: the run is being created, or its creator died"
         except ProtocolError as error:
             text = str(error)
