@@ -16,6 +16,7 @@ from gradientmail.events import (
     GaveUp,
     LearnerLeft,
     LearnerLost,
+    NeverClosed,
     RoundClaimed,
     RoundCommitted,
     TookOver,
@@ -228,6 +229,14 @@ SENTENCES: list[tuple[Event, str]] = [
         (
             "4 floating-point buffers stay this node's own (mean, var, scale, …); if training "
             'changes them, as it does batch norm\'s, give every node buffers="average"'
+        ),
+    ),
+    (
+        NeverClosed(learner="a"),
+        (
+            "the program ends and nobody has closed the session of a: its model was not set to the "
+            "newest commit, and the steps since its last snapshot are in no round. Put `with` "
+            "around the training loop, or call close()"
         ),
     ),
     (Closed(learner="a", rounds_seen=9, clean=True), "a left the run at round 9"),

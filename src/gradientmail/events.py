@@ -328,6 +328,21 @@ class GaveUp(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NeverClosed(Event):
+    """The program ends, and nobody has closed the session, which leaves now."""
+
+    level: ClassVar[int] = logging.WARNING
+    learner: str
+
+    def __str__(self) -> str:
+        return (
+            f"the program ends and nobody has closed the session of {self.learner}: its model was "
+            "not set to the newest commit, and the steps since its last snapshot are in no round. "
+            "Put `with` around the training loop, or call close()"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Closed(Event):
     """The session has ended; its threads are gone and its lease is released."""
 

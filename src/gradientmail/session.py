@@ -1,7 +1,4 @@
-"""The user's object: puts a node together around a model and a mailbox.
-
-Owns the one background thread of the loop half; the training thread is whichever calls ``step``.
-"""
+"""The user's object: a node around a model and a mailbox, with the thread of its loop half."""
 
 import atexit
 import contextlib
@@ -32,6 +29,7 @@ from gradientmail.events import (
     Callback,
     Closed,
     GaveUp,
+    NeverClosed,
     TaskFailed,
     checked,
     log_events,
@@ -347,10 +345,10 @@ class Session:
 
     def _abandon(self) -> None:
         """At interpreter exit, when nobody closed the session. In a forked child it is not ours."""
-        if not self._thread.is_here():
-            return
-        self._end(clean=False)
-        gc.collect()  # cancelled calls hold views of buffers, whose classes are about to go
+        if self._thread.is_here():
+            self._announce(NeverClosed(learner=self.learner_id))
+            self._end(clean=False)
+            gc.collect()  # cancelled calls hold views of buffers, whose classes are about to go
 
     def _refuse(self, _: int) -> None:
         raise SessionClosed(self._closed_because)

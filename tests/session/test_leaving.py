@@ -585,7 +585,8 @@ def test_the_interpreter_exits_without_close(tmp_path: Path) -> None:
     said = {how: (tmp_path / f"{how}.out").read_text() for how in hows}
     errors = {how: (tmp_path / f"{how}.err").read_text() for how in hows}
     assert said == {how: "" if how == "raises" else "body ends True\n" for how in hows}
-    assert (errors["ends"], errors["raises"], errors["waits"]) == ("", "", "")
+    forgotten = f"{events.NeverClosed(learner='a')}\n"
+    assert (errors["ends"], errors["raises"], errors["waits"]) == (forgotten,) * 3
     assert "Traceback" not in errors["hangs"]
     assert "Exception" not in errors["hangs"]
     for how in ("ends", "raises", "waits"):
