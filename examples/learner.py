@@ -42,7 +42,7 @@ begun_with = math.inf
 
 
 def tell(event: events.Event) -> None:
-    """What the others do, in plain words. Everything else is in the log of ``gradientmail``."""
+    """What the others do, in plain words. What is wrong is in the log of ``gradientmail``."""
     global begun_with
     match event:
         case events.Joined(rounds_seen=begun_with):
@@ -51,24 +51,20 @@ def tell(event: events.Event) -> None:
             say(f"{learner} has joined")
         case events.LearnerLeft(learner=learner):
             say(f"{learner} has left")
-        case events.LearnerLost(learner=learner):
-            say(f"{learner} is silent; the run goes on without it")
         case events.TookOver(previous=previous):
             say(f"this learner now closes the rounds, instead of {previous}")
-        case events.StoreUnavailable():
-            say(str(event))
         case events.RoundSeen(round=number, learners=learners) if number > begun_with:
             say(f"round {number} is made of what {' and '.join(learners)} learned")
         case _:
             pass
 
 
-def await_others(where: str, learner: str, options: argparse.Namespace) -> None:
-    """Wait until all have been there once. Who starts again, or late, is not held up."""
+def await_others(where: str, done: str, learner: str, options: argparse.Namespace) -> None:
+    """Wait until all have ``done`` so once. Who starts again, or late, is not held up."""
     if options.world == 1:
         return
     barrier = Barrier(mailbox=gm.open_mailbox(options.mailbox), learner_id=learner)
-    say(f"waits {options.wait:g} s at most until all {options.world} have been here")
+    say(f"waits {options.wait:g} s at most until all {options.world} have {done}")
     try:
         barrier.wait(where, parties=options.world, timeout=options.wait)
     except TimeoutError as missing:
@@ -121,6 +117,10 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.width < 32 or options.width % 32:
         parser.error(f"--width is a multiple of 32, not {options.width}")
+    try:
+        gm.open_mailbox(options.mailbox)
+    except (ValueError, OSError) as error:
+        parser.error(f"MAILBOX: {error}")
     if not 0 <= options.rank < options.world:
         parser.error(f"--rank is from 0 to {options.world - 1} when --world is {options.world}")
     return options
@@ -151,10 +151,10 @@ def main() -> int:
             begun = session.rounds_seen + 1
             how = f"has {begun} rounds already" if begun else "begins"
             say(f"{learner} of {options.world} learners is in the run, which {how}")
-            await_others("start", learner, options)
+            await_others("start", "joined", learner, options)
             train(session, model, optimizer, options)
         # What the others had under way has been committed when they have left, too.
-        await_others(f"end-{options.steps}", learner, options)
+        await_others(f"end-{options.steps}", "finished", learner, options)
         rounds = gm.align(model, mailbox=gm.open_mailbox(options.mailbox)) + 1
     except KeyboardInterrupt:
         say("stopped; start it again with the same line to go on")

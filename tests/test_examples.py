@@ -226,7 +226,7 @@ def test_one_script_on_every_machine_goes_on_after_a_kill(tmp_path: Path) -> Non
         assert stopped.returncode == 130
     text = "".join(shown)
     assert re.match(rf"\d\d:\d\d:\d\d rank-0 looks for the run in file://{run}\n", text)
-    assert "waits 60 s at most until all 2 have been here" in text
+    assert "waits 60 s at most until all 2 have joined" in text
     assert "rank-0 of 2 learners is in the run, which begins" in text
     assert "is made of what rank-0 and rank-1 learned" in text
     assert text.endswith("stopped; start it again with the same line to go on\n")

@@ -317,6 +317,8 @@ class Courier:
         the model has what could be read.
         """
         failed: Exception | None = None
+        self._posted |= dict.fromkeys(self._left_out, -1)  # what was passed over is tried again
+        self._tries = {}
         for _ in range(TRIES):
             failed = None
             for work in (self._watch.progress.read_next, self._fetch_new):

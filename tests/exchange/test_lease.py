@@ -22,6 +22,8 @@ from gradientmail.exchange.lease import (
 from gradientmail.exchange.lease_book import LeaseBook, kept_seconds
 from gradientmail.exchange.records import SMALL_LIMIT, Beat
 from gradientmail.mailbox.memory import MemoryMailbox
+from gradientmail.testing.simulated import Connection, SimulatedStore
+from gradientmail.testing.virtual_time import run_virtual
 
 
 def test_a_beat_at_the_end_of_the_range_does_not_stop_a_learner() -> None:
@@ -47,6 +49,37 @@ def test_the_newer_of_two_processes_with_one_id_wins() -> None:
         return await older.renew(), await newer.renew()
 
     assert asyncio.run(main()) == (False, True)
+
+
+@pytest.mark.parametrize("call", [0.2, 0.5, 0.6, 0.7, 0.8, 0.9, 1.2])
+def test_no_rhythm_of_renewals_keeps_out_who_begins(call: float) -> None:
+    """On a slow link, whose calls take that share of ``lease_every``."""
+
+    async def begin(after: float) -> tuple[float, bool]:
+        store, loop = SimulatedStore(seed=0), asyncio.get_running_loop()
+        link = Connection(latency_seconds=call / 2)
+        older, newer = (Lease(store.view(link), "a", who, now=loop.time) for who in ("old", "new"))
+        await older.acquire()
+
+        async def renew() -> bool:
+            for _ in range(1000):
+                if not await older.renew():
+                    return False
+                await asyncio.sleep(1.0)
+            return True
+
+        renewing = asyncio.ensure_future(renew())
+        await asyncio.sleep(after)
+        began = loop.time()
+        await newer.acquire()
+        took = loop.time() - began
+        return took, await renewing or not await newer.renew()
+
+    found = [
+        run_virtual(lambda after=k / 10: begin(after), limit_seconds=1e3) for k in range(20, 40)
+    ]
+    assert max(took for took, _ in found) < 30 * max(call, 1.0)
+    assert not any(lost for _, lost in found)
 
 
 @pytest.mark.parametrize("renewed", [0, 1, 3])

@@ -83,9 +83,10 @@ class Lease:
     async def acquire(self) -> None:
         """Write a beat newer than any of this learner's, and delete those.
 
-        An older process with this id finds it when it renews.
+        An older process with this id finds it when it renews. If that takes each number first, in
+        step with this one's looks, this one goes further past it with every number that is lost.
         """
-        taken = noted = 0
+        taken = noted = lost = 0
         for look in itertools.count(1):
             keys = await self._mailbox.list(layout.beats_prefix(self._learner))
             numbers = sorted(number for number in self._own(keys) if number <= LAST_BEAT)
@@ -100,12 +101,13 @@ class Lease:
             self._learn_of(found.values())
             # After the own beats: a sweep writes this first, and then deletes.
             noted = await _swept_so_far(self._mailbox)
-            first = max([*numbers, taken, noted]) + 1
+            first = max([*numbers, taken, noted]) + 1 + lost
             if first > LAST_FIRST and look < MOST_LOOKS:
                 await self._remove(numbers)  # nobody came there by renewing
             elif await self._put(first):
                 self.beat = first
             else:
+                lost += 1
                 taken = first  # whatever the next listing shows
 
     async def renew(self) -> bool:
