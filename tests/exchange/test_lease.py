@@ -254,7 +254,9 @@ def test_a_beat_that_no_listing_shows_stops_nobody(token: str) -> None:
 
     won, beat = asyncio.run(asyncio.wait_for(main(), 10))
     assert won
-    assert beat == (4 if token == "other" else 2)
+    assert beat == (
+        7 if token == "other" else 2
+    )  # 1 and 3 were taken; one more is left free each time
 
 
 def test_who_finds_its_last_beat_by_key_has_not_been_replaced() -> None:
