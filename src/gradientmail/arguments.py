@@ -83,6 +83,16 @@ def check_formats(backend: Backend, schema: Schema, algorithm: DiLoCo) -> None:
         backend.array(memoryview(b""), dtype, (0,))
 
 
+def check_finite(parameters: Parameters) -> None:
+    """Raise ``ValueError`` naming what holds a NaN or an infinity."""
+    bad = parameters.not_finite()
+    if bad:
+        raise ValueError(
+            f"parameters of the model hold NaN or infinity, and a run that begins with them "
+            f"could never train them: {', '.join(bad[:5])}{', …' if len(bad) > 5 else ''}"
+        )
+
+
 def bound(backend: Backend, model: object, buffers: object) -> Parameters:
     """What of ``model`` is exchanged; ``ValueError`` for another ``buffers`` than there are."""
     if not isinstance(buffers, str) or buffers not in ("local", "average"):

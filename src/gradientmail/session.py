@@ -14,6 +14,7 @@ from gradientmail.arguments import (
     MOST_SAMPLES,
     bound,
     check_arguments,
+    check_finite,
     check_formats,
     positive_integer,
     settings_of,
@@ -162,12 +163,7 @@ class Session:
     def _create(self) -> Manifest:
         """Copy the model's parameters and create the run from them."""
         schema = self._parameters.schema
-        bad = self._parameters.not_finite()
-        if bad:
-            raise ValueError(
-                f"parameters of the model hold NaN or infinity, and a run that begins with them "
-                f"could never train them: {', '.join(bad[:5])}{', …' if len(bad) > 5 else ''}"
-            )
+        check_finite(self._parameters)
         buffers = []
         for fragment in planned(schema, self._algorithm):
             buffer = fragment.theta.blank(self._pool.take)
@@ -305,14 +301,14 @@ class Session:
     def _leave(self) -> None:
         unseen = self._checkpoint.has_moved_unseen()
         missed = self._learner.leave(self._node.patience)
-        courier, failed = self._node.courier, None
+        courier, failed, patience = self._node.courier, None, self._node.patience()
         if missed:
-            self._announce(GaveUp(rounds=missed, waited_seconds=self._node.patience()))
+            self._announce(GaveUp(rounds=missed, waited_seconds=patience))
         elif courier is not None:
             try:
-                failed = self._thread.call(courier.bring_newest(), LEAVE_SECONDS)
+                failed = self._thread.call(courier.bring_newest(), patience)
             except TimeoutError:
-                error = f"the mailbox has not answered for {LEAVE_SECONDS:g} s"
+                error = f"they could not be looked for or fetched within {patience:g} s"
                 self._announce(TaskFailed(task="fetch", error=error, repeated=False))
             self._learner.take_news()
             if event := self._checkpoint.unshared(unseen=unseen, reached=courier.in_time >= 0):
@@ -325,23 +321,29 @@ class Session:
         """Stop the node and its thread. Waits little unless ``clean``."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = True  # from here on nobody else does what follows, Ctrl-C or not
         self._step = self._refuse
+        try:
+            self._say_last_words(LEAVE_SECONDS if clean else ABANDON_SECONDS, finish=clean)
+        except KeyboardInterrupt:  # whatever it waited for; the lease goes all the same
+            self._say_last_words(ABANDON_SECONDS, finish=False)
+            raise
+        finally:
+            try:
+                while self._handoff.events:
+                    self._announce(self._handoff.events.popleft())
+                if announce:
+                    name = self.learner_id
+                    self._announce(Closed(learner=name, rounds_seen=self.rounds_seen, clean=clean))
+            finally:
+                self._thread.stop(0.3)
+                self._pool.trim()
+
+    def _say_last_words(self, patience: float, *, finish: bool) -> None:
         opened.closed(self)
         atexit.unregister(self._abandon)
-        patience = LEAVE_SECONDS if clean else ABANDON_SECONDS
-        try:
-            with contextlib.suppress(TimeoutError):  # the store hangs; the lease will run out
-                self._thread.call(self._node.leave(patience=patience, finish=clean), patience + 0.3)
-        finally:
-            while self._handoff.events:
-                self._announce(self._handoff.events.popleft())
-            if announce:
-                self._announce(
-                    Closed(learner=self.learner_id, rounds_seen=self.rounds_seen, clean=clean)
-                )
-            self._thread.stop(0.3)
-            self._pool.trim()
+        with contextlib.suppress(TimeoutError):  # the store hangs; the lease will run out
+            self._thread.call(self._node.leave(patience=patience, finish=finish), patience + 0.3)
 
     def _abandon(self) -> None:
         """At interpreter exit, when nobody closed the session. In a forked child it is not ours."""

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ class Boom(Exception):
 
 SOON = 0.8
 """What a session that leaves at once really gets; other tests are not in a hurry."""
+
+
+def soon(_: object) -> float:
+    """So long, whatever is asked."""
+    return SOON
 
 
 class Hanging(WrappedMailbox):
@@ -180,6 +186,7 @@ def test_closing_says_when_the_store_does_not_tell_of_newer_commits(
 ) -> None:
     """The model then holds the newest commits that were known, and no local steps."""
     monkeypatch.setattr(gradientmail.session, "LEAVE_SECONDS", SOON)
+    monkeypatch.setattr(gradientmail.session.Node, "patience", soon)
     box, model, seen = Hanging(gm.MemoryMailbox(), "awaits"), net(), Events()
     with gm.Session(
         model, algorithm=ALGORITHM, mailbox=box, learner_id="a", callbacks=[seen], **QUICK
@@ -191,14 +198,88 @@ def test_closing_says_when_the_store_does_not_tell_of_newer_commits(
     fetch, lease = seen.of(events.TaskFailed)
     assert (fetch.task, lease.task) == ("fetch", "lease")
     assert str(fetch) == (
-        "leaves with the newest commits that it knew, there may be more: the mailbox has not "
-        "answered for 0.8 s"
+        "leaves with the newest commits that it knew, there may be more: they could not be looked "
+        "for or fetched within 0.8 s"
     )
     assert session.rounds_seen == sent
     box.hang = False
     newest = net()
     assert gm.align(newest, mailbox=box) == sent
     assert equal(model, newest)
+
+
+def test_closing_waits_for_a_commit_that_takes_long_to_fetch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Longer than the last words may, which are small."""
+    slow = False
+
+    class Slow(WrappedMailbox):
+        async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
+            if slow and call.operation == "get" and call.key.startswith("blobs/rounds/"):
+                await asyncio.sleep(3 * SOON)
+            return await act()
+
+    monkeypatch.setattr(gradientmail.session, "LEAVE_SECONDS", SOON)
+    box, ours, model, seen = gm.MemoryMailbox(), net(), net(), Events()
+    with gm.Session(ours, algorithm=ALGORITHM, mailbox=box, learner_id="a", **QUICK) as session:
+        seldom = QUICK | {"poll_interval": 0.5}  # so that it takes no round over
+        other = gm.Session(
+            model, algorithm=ALGORITHM, mailbox=Slow(box), callbacks=[seen], **seldom
+        )
+        slow = True
+        train_until(session, ours, 3)
+    other.close()
+    newest = net()
+    assert gm.align(newest, mailbox=box) == session.rounds_seen == other.rounds_seen
+    assert equal(model, newest)
+    assert seen.of(events.TaskFailed) == []
+
+
+class Once:
+    """A function that is interrupted by Ctrl-C the first time that it is called."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self.inner, self.left = inner, 1
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.left:
+            self.left -= 1
+            raise KeyboardInterrupt
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize("where", ["forgets", "unregisters", "calls", "tells"])
+@pytest.mark.parametrize("how", ["close", "exception"])
+def test_ctrl_c_in_the_last_words_leaves_nothing_behind(
+    where: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box, model, heard = gm.MemoryMailbox(), net(), Once(str)
+
+    def tell(event: events.Event) -> None:
+        if isinstance(event, events.Closed) and where == "tells":
+            heard(event)
+
+    with no_threads_left():
+        session = gm.Session(
+            model, algorithm=ALGORITHM, mailbox=box, learner_id="a", callbacks=[tell], **QUICK
+        )
+        train_until(session, model, 2)
+        owner, name = {
+            "forgets": (gradientmail.session.opened, "closed"),
+            "unregisters": (gradientmail.session.atexit, "unregister"),
+            "calls": (session._node, "leave"),
+            "tells": (heard, "inner"),
+        }[where]
+        if where != "tells":
+            monkeypatch.setattr(owner, name, Once(getattr(owner, name)))
+        ends = {"close": session.close, "exception": partial(session.__exit__, Boom, Boom(), None)}
+        with pytest.raises(KeyboardInterrupt):
+            ends[how]()
+        session.close()
+        assert keys(box, "leases/") == []
+        with pytest.raises(gm.SessionClosed):
+            session.step(samples=1)
 
 
 @pytest.mark.parametrize("mended", [False, True])
@@ -217,8 +298,9 @@ def test_a_commit_that_was_left_out_is_tried_again_when_closing(mended: bool) ->
         ours, algorithm=ALGORITHM, mailbox=box, learner_id="a", callbacks=[heard], **QUICK
     ) as session:
         until(lambda: heard.of(events.RoundClaimed))
+        seldom = QUICK | {"poll_interval": 0.5}  # so that it takes no round over
         other = gm.Session(
-            model, algorithm=ALGORITHM, mailbox=Damaged(box), callbacks=[seen], **QUICK
+            model, algorithm=ALGORITHM, mailbox=Damaged(box), callbacks=[seen], **seldom
         )
         train_until(session, ours, 5)
         sent = max(event.round for event in heard.of(events.SnapshotPublished))
