@@ -304,7 +304,7 @@ def test_a_commit_that_was_left_out_is_tried_again_when_closing(mended: bool) ->
         )
         train_until(session, ours, 5)
         sent = max(event.round for event in heard.of(events.SnapshotPublished))
-        until(lambda: max(e.round for e in seen.of(events.RoundSeen)) >= sent)
+        until(lambda: max((e.round for e in seen.of(events.RoundSeen)), default=-1) >= sent)
         until(lambda: other._node.courier and other._node.courier._left_out)
         damaged = not mended
         if mended:
