@@ -259,12 +259,23 @@ def rebase_a_snapshot(objects: Objects) -> None:
     objects[key] = json.dumps(json.loads(objects[key]) | {"base_version": 7}).encode()
 
 
-def leave_a_contribution_out(objects: Objects) -> None:
-    number = next(
+def number_of_two(objects: Objects) -> int:
+    """A round with two contributions."""
+    return next(
         number
         for number in range(last_round(objects))
         if len(record_of(objects, number)["participants"]) == 2
     )
+
+
+def change_a_cosine(objects: Objects) -> None:
+    number = number_of_two(objects)
+    cosine = record_of(objects, number)["cosine"]
+    rewrite(objects, number, cosine=cosine - 0.01 if cosine > 0 else cosine + 0.01)
+
+
+def leave_a_contribution_out(objects: Objects) -> None:
+    number = number_of_two(objects)
     rows = record_of(objects, number)["participants"]
     rewrite(objects, number, participants=rows[1:], cosine=None)
 
@@ -277,6 +288,7 @@ def leave_a_contribution_out(objects: Objects) -> None:
         (lose_a_snapshot, "snapshots"),
         (rebase_a_snapshot, "bases"),
         (leave_a_contribution_out, "commits"),
+        (change_a_cosine, "participants"),
     ],
 )
 def test_what_the_deltas_show(run: str, damage: Callable[[Objects], None], invariant: str) -> None:

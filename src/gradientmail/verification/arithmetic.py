@@ -51,6 +51,18 @@ class State:
         return FragmentState(payload_arrays(backend, self.theta), outer)
 
 
+COSINE = 1e-3
+"""How far a record's cosine may be from the one computed again: others sum in another order."""
+
+
+def cosine_fault(told: float | None, fold: Fold) -> str:
+    """How a record's cosine differs from that of the contributions, if it does."""
+    found = fold.merged().cosine
+    if told is None or found is None or abs(told - found) <= COSINE:
+        return ""
+    return f"cosine {told:.6f}, and that of the deltas that it lists is {found:.6f}"
+
+
 class Arithmetic:
     """Computes commits of one run again."""
 

@@ -12,7 +12,7 @@ from gradientmail.exchange.payload import PayloadLayout
 from gradientmail.exchange.records import Participant, Ref, RoundRecord, SnapshotRecord
 from gradientmail.exchange.sealing import Payload
 from gradientmail.run import Fragment, Run
-from gradientmail.verification.arithmetic import Arithmetic, State
+from gradientmail.verification.arithmetic import Arithmetic, State, cosine_fault
 from gradientmail.verification.reading import read_snapshot
 from gradientmail.verification.report import Violation
 
@@ -160,6 +160,8 @@ class Commits:
                 ("theta", text)
                 for text in arithmetic.theta_faults(fragment, old, new, update, digest)
             ]
+        if merged is not None and (fault := cosine_fault(record.cosine, merged.fold)):
+            faults.append(("participants", fault))
         if old is not None and merged is not None:
             self.counts.recomputed += 1
             steps = arithmetic.step_faults(fragment, old, new, merged.fold, final=merged.final)
