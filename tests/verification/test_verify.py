@@ -337,6 +337,18 @@ def test_an_update_leads_to_theta(damage: Callable[[Objects], None]) -> None:
     assert {one.invariant for one in checked(objects, swept=False).violations} == {"theta"}
 
 
+def test_the_digest_of_the_oldest_theta_that_is_kept_is_compared_too() -> None:
+    """What it was made of is swept."""
+    whole = recorded("bf16-f4-zstd", "**/*.*")
+    gone = ("snapshots/", "claims/", "blobs/snapshots/")
+    gone += tuple(f"blobs/rounds/{number:010d}/" for number in (0, 1))
+    objects = {key: data for key, data in whole.items() if not key.startswith(gone)}
+    assert checked(objects).violations == ()
+    update = record_of(objects, 2)["update"]
+    rewrite(objects, 2, update=update | {"theta_digest": "0" * 64})
+    assert {one.invariant for one in checked(objects).violations} == {"theta"}
+
+
 def test_snapshots_of_the_open_round_need_their_payloads(live: Objects) -> None:
     objects = dict(recorded("f32-default", "**/*.*"))
     last = last_round(objects)

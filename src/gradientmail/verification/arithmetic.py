@@ -233,7 +233,9 @@ class Arithmetic:
             before = payload_arrays(backend, old.theta)
             apply_update(backend, fragment.specs, before, arrays, dtype, theta, memory)
             yield from self._update_faults(fragment, old, new, update)
-        else:
+        else:  # the digest is all that can be told
+            if sha256_hex(new.theta.buffer) != digest:
+                yield "the recorded digest is another theta's"
             return
         self._hold(fragment, theta, payload_arrays(backend, new.theta))
         if update is not None and sha256_hex(buffer) != digest:
