@@ -206,9 +206,10 @@ for step in range(6):
 def test_the_interpreter_ends_while_a_session_exchanges(
     tmp_path: Path, end: str, code: int
 ) -> None:
-    """Nobody closed it: it ends quickly, without a word, and takes its lease along."""
+    """Nobody closed it: it ends quickly, says no more than that, and takes its lease along."""
     done = run_script(UNCLOSED + end, tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+    said = f"{events.NeverClosed(learner='left')}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
     assert list(tmp_path.glob("leases/left/*")) == []
 
 
