@@ -140,14 +140,14 @@ def _as_json(url: str, backend: str, report: Report) -> str:
 
 def as_text(url: str, backend: str, report: Report) -> str:
     """What was found, for people."""
-    near = f"{found}; " if (found := other_runs(url)) else ""
+    near = other_runs(url)
     if report.violations and not report.rounds and report.objects == len(report.strays):
         return (
-            f"there is no run in {url}; {near}pass the address that its sessions have, or start "
-            "one: the first session creates it"
+            f"there is no run in {url}; {f'{near}; ' if near else ''}pass the address that its "
+            "sessions have, or start one: the first session creates it"
         )
     lines = [f"{url}: {report.rounds} rounds in {report.objects} objects"]
-    lines += [near.removesuffix("; ")] if near else []
+    lines += [near] if near else []
     if report.payloads:
         lines += [f"payloads read and hashed: {report.payloads}", _computed(backend, report)]
     if report.strays:
