@@ -267,3 +267,25 @@ def test_memory_that_nobody_needs_for_long_is_given_back() -> None:
     for _ in range(4 * 101):
         pool.take(BIG)
     assert warm_bytes(pool) == BIG
+
+
+def test_memory_that_is_warm_goes_before_a_smaller_gap_that_is_not() -> None:
+    pool = BufferPool()
+    views = [pool.take(count * BIG) for count in (20, 1, 10, 1)]
+    views[2] = views[3]
+    pool.trim()  # what had the ten is cold now
+    views[0] = views[3]
+    assert warm_bytes(pool) == 20 * BIG
+    views.append(pool.take(10 * BIG))
+    assert warm_bytes(pool) == 10 * BIG
+
+
+def test_gaps_that_are_too_small_are_given_back() -> None:
+    pool = BufferPool()
+    views = [pool.take(10 * BIG) for _ in range(3)]
+    views[0] = pool.take(BIG)  # beyond all, for none is free yet
+    views[2] = pool.take(2 * BIG)
+    assert warm_bytes(pool) == 18 * BIG
+    longer = pool.take(15 * BIG)
+    assert longer.nbytes == 15 * BIG
+    assert warm_bytes(pool) == 3 * BIG

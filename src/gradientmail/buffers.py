@@ -2,8 +2,9 @@
 
 Touching fresh pages costs several times what copying into warm ones does, so the large buffers of
 a node come from a pool that hands out pages it has handed out before, whatever the sizes: the
-smallest gap that is large enough. A buffer goes back by itself when the last view of it is gone:
-slices, tensors over it, and a view that a store or a cancelled upload still holds all keep it out.
+smallest gap that is large enough. Where none is, as many idle pages go as fresh ones come. A buffer
+goes back by itself when the last view of it is gone: slices, tensors over it, and a view that a
+store or a cancelled upload still holds all keep it out.
 Nobody returns anything by hand, so nothing can be overwritten while it is still read.
 """
 
@@ -53,18 +54,22 @@ class _Block:
         self.mapping = mapping
         self.gaps = [_Gap(0, memory.nbytes, 0)]
 
-    def carve(self, nbytes: int) -> int | None:
-        """Take the start of the smallest gap that is large enough; its offset, None without one."""
+    def carve(self, nbytes: int) -> tuple[int, int] | None:
+        """Take the start of the best gap that is large enough, None without one.
+
+        That is the one with the fewest bytes without pages, and of those the smallest. Where it
+        begins, and how many bytes have none.
+        """
         fitting = [gap for gap in self.gaps if gap.stop - gap.start >= nbytes]
         if not fitting:
             return None
-        gap = min(fitting, key=lambda gap: gap.stop - gap.start)
-        start = gap.start
+        gap = min(fitting, key=lambda gap: (max(nbytes - gap.warm, 0), gap.stop - gap.start))
+        start, cold = gap.start, max(nbytes - gap.warm, 0)
         gap.start += nbytes
         gap.warm = max(gap.warm - nbytes, 0)
         if gap.start == gap.stop:
             self.gaps.remove(gap)
-        return start
+        return start, cold
 
     def mend(self, start: int, stop: int) -> None:
         """Put a stretch back, joined with the gaps that it touches."""
@@ -177,8 +182,10 @@ class BufferPool:
         size = max(-(-nbytes // grain), 1) * grain
         with self._lock:
             self._mend()
-            block, start = self._carve(size)
+            block, start, cold = self._carve(size)
             self._lent += size
+            if self._allocate is None:
+                self._give_back(cold)  # gaps that were too small would stay beside it
             self._give_up_surplus(size)
         lease = _Lease(next(_leases))
         memory = block.memory[start : start + nbytes]
@@ -191,15 +198,15 @@ class BufferPool:
             self._mend()
             self._give_back(self._idle())
 
-    def _carve(self, size: int) -> tuple[_Block, int]:
+    def _carve(self, size: int) -> tuple[_Block, int, int]:
         for block in self._blocks:
-            start = block.carve(size)
-            if start is not None:
-                return block, start
+            found = block.carve(size)
+            if found is not None:
+                return block, *found
         block = _reserve(size) if self._allocate is None else _Block(self._allocate(size), None)
         self._blocks.append(block)
         block.carve(size)
-        return block, 0
+        return block, 0, size
 
     def _mend(self) -> None:
         """Take back what has been returned."""

@@ -65,9 +65,14 @@ class Collector:
             exchange.take,
             expected=expected,
             averaged=run.averaged,
+            sum_in=self._sum_in,
         )
         self.decoded: memoryview | None = None
         """Where the last contribution was decoded; its merge may be written over it."""
+        self.summed: memoryview | None = None
+        """Where more than two are summed; their merge may be written over it, too."""
+        self._own: Mapping[str, Array] | None = None
+        """This node's own delta as the fold has it, while that may be needed."""
         self._run = run
         self._exchange = exchange
         self._backend = backend
@@ -120,7 +125,7 @@ class Collector:
     def release(self) -> None:
         """Let go of the contributions themselves, which are merged; the records stay."""
         self._exchange.deltas.pop(self.number, None)
-        self.decoded = None
+        self.decoded = self.summed = self._own = None
         del self.fold
 
     async def take(self, learner: str, raw: bytes) -> None:
@@ -151,14 +156,34 @@ class Collector:
         if found is None:
             return "missing", f"{record.payload.key} does not exist"
         payload, (arrays, measured) = found
+        is_own = self._exchange.deltas.get(self.number) is payload
+        if is_own:
+            self._own = arrays
         add = partial(
             self.fold.add, arrays, contribution_weight(record.tokens, record.steps), measured
         )
         if not (add() if self.fold.keeps_next else await self._offload(add)):
             return "corrupt", f"{record.payload.key} holds values that are not finite"
-        if not self.fold.holds_contributions and self._exchange.deltas.get(self.number) is payload:
-            self._exchange.deltas.pop(self.number, None)
+        if not self.fold.holds_contributions:
+            self._own = None
+            if is_own:
+                self._exchange.deltas.pop(self.number, None)
         return None
+
+    def _sum_in(self, first: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Where to sum; if theta has that form, where theta will be written.
+
+        That is where this node's own delta lies, if it came first and is stored. Off the loop.
+        """
+        exchange, fp32 = self._exchange, self.fragment.fp32
+        own = exchange.deltas.get(self.number) if first is self._own else None
+        if own is not None and own.sole and own.slots == fp32.slots:
+            exchange.deltas.pop(self.number, None)
+            exchange.forget(own)
+            self.summed = own.buffer
+            return first
+        self.summed = fp32.blank(exchange.take)
+        return arrays_over(self._backend, self.summed, fp32)
 
     def _measure(self, payload: Payload) -> tuple[Mapping[str, Array], Measured]:
         arrays = self._arrays(payload)
@@ -166,12 +191,12 @@ class Collector:
 
     def _arrays(self, payload: Payload) -> Mapping[str, Array]:
         """The contribution as the arithmetic takes it, in one buffer if it has to be decoded."""
-        arrays, layout = payload_arrays(self._backend, payload), self.fragment.decoded
-        if layout is None:
+        arrays, fp32 = payload_arrays(self._backend, payload), self.fragment.fp32
+        if not self.fragment.is_quantized:
             return arrays
         if self.decoded is None or self.fold.holds_contributions:
-            self.decoded = layout.blank(self._exchange.take)
-        out = arrays_over(self._backend, self.decoded, layout)
+            self.decoded = fp32.blank(self._exchange.take)
+        out = arrays_over(self._backend, self.decoded, fp32)
         dtype = self._run.algorithm.delta_dtype
         return decode_tensors(
             self._backend, arrays, dtype, self.fragment.specs, lambda spec: out[spec.name]

@@ -128,7 +128,7 @@ class Committer:
     def _prepare(self, collector: Collector, state: Held) -> _Step:
         """Where the outer step is written, which is where the payloads lie. Off the loop."""
         backend, fragment = self._backend, collector.fragment
-        merged = collector.fold.merged()
+        merged = collector.fold.finish()
         sealings = self._blanks(collector, state)
         out: dict[str, Mapping[str, Array]] = {
             name: arrays_over(backend, one.buffer, one.layout) for name, one in sealings.items()
@@ -171,8 +171,9 @@ class Committer:
             if old is not None and old.sole and old.slots == new.slots:
                 exchange.forget(old)
                 over[name] = old.buffer
-        if collector.decoded is not None and fragment.decodes_like_theta:
-            over["theta"] = collector.decoded
+        merged = collector.summed or collector.decoded
+        if merged is not None and fragment.is_fp32:
+            over["theta"] = merged
         return over
 
     def _arrays(self, state: Held) -> FragmentState:

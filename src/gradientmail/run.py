@@ -24,13 +24,15 @@ class Fragment:
     delta: PayloadLayout
     outer: PayloadLayout
     update: PayloadLayout | None
-    decoded: PayloadLayout | None
-    """How a quantized delta lies in memory once it is decoded; None for one that is not."""
+    fp32: PayloadLayout
+    """How a quantized delta lies in memory once it is decoded, and a sum of deltas."""
+    is_quantized: bool
+    """Whether deltas have to be decoded."""
 
     @property
-    def decodes_like_theta(self) -> bool:
-        """Whether theta may be written where a delta was decoded."""
-        return self.decoded is not None and self.decoded.slots == self.theta.slots
+    def is_fp32(self) -> bool:
+        """Whether theta may be written where a delta was decoded, or deltas were summed."""
+        return self.fp32.slots == self.theta.slots
 
 
 def fragment_of(index: int, specs: Sequence[TensorSpec], algorithm: DiLoCo) -> Fragment:
@@ -38,9 +40,6 @@ def fragment_of(index: int, specs: Sequence[TensorSpec], algorithm: DiLoCo) -> F
     update = None
     if algorithm.commit_dtype is not None:
         update = PayloadLayout(update_specs(specs, algorithm.commit_dtype))
-    decoded = None
-    if algorithm.delta_dtype in QUANTIZED:
-        decoded = PayloadLayout(replace(spec, dtype="F32") for spec in specs)
     return Fragment(
         index=index,
         specs=tuple(specs),
@@ -48,7 +47,8 @@ def fragment_of(index: int, specs: Sequence[TensorSpec], algorithm: DiLoCo) -> F
         delta=PayloadLayout(delta_specs(specs, algorithm.delta_dtype)),
         outer=PayloadLayout(outer_specs(specs, commit_dtype=algorithm.commit_dtype)),
         update=update,
-        decoded=decoded,
+        fp32=PayloadLayout(replace(spec, dtype="F32") for spec in specs),
+        is_quantized=algorithm.delta_dtype in QUANTIZED,
     )
 
 

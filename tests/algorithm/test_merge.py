@@ -1,9 +1,10 @@
 """The merge against the formulas of its docstring, written down again in float64."""
 
+import gc
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -384,6 +385,62 @@ def test_contributions_are_only_read(backend: Backend, merge: Rda | WeightedMean
         combined(backend, fold.merged().deltas["a.weight"], SHAPES["a.weight"])
         for name, x in given.items():
             assert torch.equal(x.tensor(), arrays[name])
+
+
+@every_merge
+@pytest.mark.parametrize("expected", [2, 9])
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_sums_may_lie_where_the_first_contribution_lay(
+    backend: Backend, merge: Rda | WeightedMean, expected: int, count: int
+) -> None:
+    """And then give what they give anywhere else, to the last bit."""
+    contributions, weights = random_contributions(53, count, "F32", [1.0, 0.0, 1e-20])
+    specs = specs_of(contributions[0])
+    plain = Fold(merge, specs, backend, take, expected=expected)
+    firsts: list[dict[str, Array]] = []
+
+    def sum_in(first: Mapping[str, Array]) -> Mapping[str, Array]:
+        firsts.append(dict(first))
+        return first
+
+    given = [placed(backend, arrays) for arrays in contributions]
+    over = Fold(merge, specs, backend, take, expected=expected, sum_in=sum_in)
+    for arrays, more, weight in zip(contributions, given, weights, strict=True):
+        assert plain.add(placed(backend, arrays), weight)
+        assert over.add(more, weight)
+    assert firsts == ([given[0]] if count > expected or expected > 2 else [])
+    one, two = plain.finish(), over.finish()
+    assert one.cosine == two.cosine
+    for name, shape in SHAPES.items():
+        x, y = (combined(backend, merged.deltas[name], shape) for merged in (one, two))
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_what_is_finished_holds_nothing(backend: Backend, count: int) -> None:
+    """But what the merge refers to; and the next one starts with nothing."""
+    contributions, weights = random_contributions(59, count, "F32", [1.0])
+    alive: list[weakref.ref[memoryview]] = []
+
+    def watched(nbytes: int) -> memoryview:
+        memory = take(nbytes)
+        alive.append(weakref.ref(memory))
+        return memory
+
+    fold = Fold(Rda(), specs_of(contributions[0]), backend, watched)
+    for arrays, weight in zip(contributions, weights, strict=True):
+        fold.add(placed(backend, arrays), weight)
+    _, found = folded(backend, Rda(), contributions, weights)
+    merged = fold.finish()
+    gc.collect()
+    assert merged.cosine == (None if count == 1 else pytest.approx(merged.cosine))
+    assert sum(one() is not None for one in alive) <= (len(SHAPES) if count > 2 else 0)
+    for name, shape in SHAPES.items():
+        assert torch.equal(combined(backend, merged.deltas[name], shape), found[name])
+    assert fold.count == 0
+    assert not fold.holds_contributions
+    with pytest.raises(ValueError, match="no contribution"):
+        fold.merged()
 
 
 def test_merging_twice_and_then_more_is_merging_once(backend: Backend) -> None:

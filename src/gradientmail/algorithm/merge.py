@@ -18,7 +18,7 @@ the unit vectors (zero for a zero vector), ``k`` of them not zero, and ``U = Σ 
 """
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,14 +98,18 @@ class Fold:
         *,
         expected: int = 2,
         averaged: Container[str] = (),
+        sum_in: Callable[[Mapping[str, Array]], Mapping[str, Array]] | None = None,
     ) -> None:
         """Fold about ``expected`` contributions to ``specs``, in buffers of ``take``.
 
         The tensors named in ``averaged`` take the weighted mean whatever ``merge`` is.
+        ``sum_in`` is given the first contribution's arrays when there have to be sums, and gives
+        F32 ones to sum in; those very ones if they may be written over.
         """
         self._specs = tuple(specs)
         self._backend = backend
         self._take = take
+        self._sum_in = sum_in or self._fresh
         self._direct = {
             spec.name: spec.name in averaged or _is_direct(merge, spec.name) for spec in self._specs
         }
@@ -192,6 +196,13 @@ class Fold:
             return Merged(deltas, None)
         return Merged(deltas, self._pair_cosine())
 
+    def finish(self) -> Merged:
+        """``merged``, and the fold is empty: what only more contributions would need is let go."""
+        merged = self.merged()
+        self._kept.clear()
+        self._sums, self.count = None, 0
+        return merged
+
     def _pair_cosine(self) -> float:
         """The cosine of the two contributions, 0 if one is zero."""
         length = math.prod(math.sqrt(kept.whole_square) for kept in self._kept)
@@ -214,11 +225,15 @@ class Fold:
 
     def _sum_up(self, new: _Contribution) -> None:
         if self._sums is None:
-            self._sums = _Sums(self._specs, self._direct, self._backend, self._take)
+            totals = self._sum_in(next(iter(self._kept), new).arrays)
+            self._sums = _Sums(self._direct, self._backend, totals, self._fresh())
             for kept in self._kept:
                 self._sums.add(kept)
             self._kept = []
         self._sums.add(new)
+
+    def _fresh(self, _: object = None) -> Mapping[str, Array]:
+        return {spec.name: fp32_array(self._backend, spec, self._take) for spec in self._specs}
 
     def _combination(self, spec: TensorSpec, shares: list[float]) -> Combination:
         """The merge of one tensor of the one or two contributions kept."""
@@ -258,16 +273,16 @@ class _Sums:
 
     def __init__(
         self,
-        specs: Sequence[TensorSpec],
         direct: Mapping[str, bool],
         backend: Backend,
-        take: Take,
+        totals: Mapping[str, Array],
+        units: Mapping[str, Array],
     ) -> None:
-        self._specs = specs
+        """``totals`` may be the first contribution's own arrays, ``units`` are other memory."""
         self._direct = direct
         self._backend = backend
-        self._totals = {spec.name: fp32_array(backend, spec, take) for spec in specs}
-        self._units = {spec.name: fp32_array(backend, spec, take) for spec in specs}
+        self._totals = totals
+        self._units = units
         self._weight = self._reference = 0.0
         # Σ (w / reference)·‖v‖ and Σ (w / reference)·‖φ(v)‖ of each tensor.
         self._radii = dict.fromkeys(self._totals, 0.0)
@@ -285,20 +300,17 @@ class _Sums:
             self._radii[name] = self._radii[name] * keep + share * norm
             self._most[name] = self._most[name] * keep + share * (norm / unit)
             scale = share if self._direct[name] else share / unit
-            self._backend.accumulate(
-                self._totals[name], new.arrays[name], keep=keep, scale=scale if norm else 0.0
-            )
-            self._backend.accumulate(
-                self._units[name],
-                new.arrays[name],
-                keep=float(self._count > 0),
-                scale=1.0 / length if norm else 0.0,
-            )
+            # The total last: the first contribution may be summed where it lies.
+            for out, kept, factor in (
+                (self._units[name], float(self._count > 0), 1.0 / length if norm else 0.0),
+                (self._totals[name], keep, scale if norm else 0.0),
+            ):
+                self._backend.accumulate(out, new.arrays[name], keep=kept, scale=factor)
         self._count += 1
         self._nonzero += length > 0.0
 
     def merged(self, count: int) -> Merged:
-        deltas = {spec.name: self._combination(spec.name, count) for spec in self._specs}
+        deltas = {name: self._combination(name, count) for name in self._totals}
         square = math.fsum(map(self._backend.sum_of_squares, self._units.values()))
         if count < 2:
             return Merged(deltas, None)

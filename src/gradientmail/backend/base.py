@@ -158,6 +158,7 @@ class Backend(ABC):
     def accumulate(self, out: Array, x: Array, *, keep: float, scale: float) -> None:
         """``out = keep·out + scale·x`` for an F32 ``out``; with ``keep == 0`` out is not read.
 
+        With ``keep == 0`` an F32 ``x`` may be ``out``; otherwise they share no memory.
         ``keep``, ``scale`` and each product are rounded to fp32 before the sum, so that exact
         opposites cancel exactly.
         ``scale`` may lie outside fp32's range; the result must be right as long as it is in it.

@@ -103,6 +103,16 @@ class BackendArithmetic(OverArrays):
         kept = np.zeros_like(start) if keep == 0.0 else start * np.float32(keep)
         assert equal(out.values(), kept + x * np.float32(scale))
 
+    @every_shape
+    @pytest.mark.parametrize("scale", [0.0, 1.0, -0.3, 1e-60])
+    def test_accumulate_where_it_lies(self, shape: tuple[int, ...], scale: float) -> None:
+        """Without ``keep`` out may be the array itself, and gets what another array would get."""
+        x, other = self.put(draw(shape, 10)), self.blank(shape)
+        backend = self.make_backend()
+        backend.accumulate(other.array, x.array, keep=0.0, scale=scale)
+        backend.accumulate(x.array, x.array, keep=0.0, scale=scale)
+        assert equal(x.values(), other.values())
+
     @pytest.mark.parametrize(
         ("value", "scale"),
         [(1e-30, 1e45), (1e-44, 1e60), (3e38, 1e-44), (1e30, 1e-60), (2.0, 1e38), (1e-40, 1e40)],
