@@ -205,8 +205,8 @@ def leave_claims(objects: Objects) -> None:
         objects[f"claims/{number:010d}/001.json"] = b""
 
 
-def pile_up_beats(objects: Objects) -> None:
-    for number in range(5):
+def pile_up_beats(objects: Objects, count: int = 9) -> None:
+    for number in range(count):
         objects[f"leases/a/{number:010d}.json"] = b"{}"
 
 
@@ -244,6 +244,13 @@ def test_each_damage_is_told_by_its_invariant(
     damage(objects)
     told = {one.invariant for one in checked(objects).violations}
     assert told == {invariant}
+
+
+def test_processes_killed_one_after_the_other_may_leave_a_beat_each(live: Objects) -> None:
+    """Before they could delete the one before: a learner that is restarted often is no fault."""
+    objects = dict(live)
+    pile_up_beats(objects, 8)
+    assert checked(objects).holds
 
 
 def lose_a_delta(objects: Objects) -> None:

@@ -10,8 +10,11 @@ from gradientmail.run import Run
 from gradientmail.sweeping import stale
 from gradientmail.verification.report import Violation
 
-MOST_BEATS = 4
-"""Beats of one learner: two while one is renewed, for each of two processes with its id."""
+MOST_BEATS = 8
+"""Beats of one learner: two while one is renewed, for this process and those that were killed.
+
+Each of these leaves one or two, which the next one deletes; a few may be killed before they can.
+"""
 
 
 def most_leftover_rounds(fragments: int) -> int:
