@@ -174,6 +174,21 @@ SENTENCES: list[tuple[Event, str]] = [
         "b holds its lease and was in none of the last 6 rounds (up to round 5): too far",
     ),
     (
+        events.TrainsAlone(learner="a", rounds=8, mailbox="S3Mailbox(runs/one)"),
+        (
+            "a has been alone in all 8 rounds so far. Whoever should take part needs the same "
+            "mailbox address: here it is S3Mailbox(runs/one); any other address makes a run of its "
+            "own"
+        ),
+    ),
+    (
+        events.TrainsAlone(learner="a", rounds=8),
+        (
+            "a has been alone in all 8 rounds so far. Whoever should take part needs the same "
+            "mailbox address; any other address makes a run of its own"
+        ),
+    ),
+    (
         events.RoundWaits(
             round=3, seconds=30.4, accepted=("a",), rejected=(), missing=("b",), quorum_size=2
         ),

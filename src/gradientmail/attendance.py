@@ -21,6 +21,9 @@ ALIKE = 3
 PARALLEL = 0.99
 """A mean cosine over this says that the learners have done the same."""
 
+ALONE = 8
+"""Rounds without any other learner from the first one on, after which that is told, once."""
+
 FEW_POLLS = 5
 """Of fewer polls than these in a round, each is a good part of it."""
 
@@ -59,6 +62,8 @@ class Attendance:
         """By live learner: the rounds in a row without it, and why it was rejected if it was."""
         self._alike = _Streak()
         """The rounds in a row whose deltas were parallel, with their cosines."""
+        self._alone = 0
+        """The rounds without any other learner; ``ALONE`` and more once there was one."""
         self.suspects: set[str] = set()
         """The learners of whom something is to be told."""
 
@@ -87,6 +92,12 @@ class Attendance:
             return None
         rounds, cosines = zip(*last, strict=True)
         return DeltasParallel(rounds=rounds, cosine=min(cosines))
+
+    def is_alone(self, record: RoundRecord, live: Collection[str], own: str) -> bool:
+        """Whether ``record``, the last one observed, makes due to tell that nobody else came."""
+        company = {*live, *(part.learner for part in record.participants)} - {own}
+        self._alone = ALONE if company else self._alone + 1
+        return self._alone == ALONE and not company
 
     def missing(
         self, live: Collection[str], own: str, explain: Callable[[], str]

@@ -24,6 +24,7 @@ from gradientmail.health import (  # noqa: F401 - users find all events in this 
     StateRestored,
     StoreUnavailable,
     TaskFailed,
+    TrainsAlone,
 )
 
 logger = logging.getLogger("gradientmail")

@@ -109,6 +109,26 @@ class LearnerMissing(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainsAlone(Event):
+    """No other learner has ever been seen in this run, and some rounds have gone by."""
+
+    level: ClassVar[int] = logging.WARNING
+    learner: str
+    rounds: int
+    """How many."""
+    mailbox: str = ""
+    """The store, if it can say what it is."""
+
+    def __str__(self) -> str:
+        here = f": here it is {self.mailbox}" if self.mailbox else ""
+        return (
+            f"{self.learner} has been alone in all {self.rounds} rounds so far. Whoever should "
+            f"take part needs the same mailbox address{here}; any other address makes a run of its "
+            "own"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundWaits(Event):
     """A round that this node closes is held up by learners that live and send nothing usable."""
 

@@ -191,6 +191,7 @@ class Node:
             lease_timeout=settings.lease_timeout,
             announce=self._announce,
             listed=self._look_for_own,
+            where=self._where,
         )
         versions = await newest_versions(run, self.exchange, self.watch.progress, backend)
         self.rounds_seen = rounds_held(versions)

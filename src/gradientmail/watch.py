@@ -9,7 +9,7 @@ there yet (``rhythm``). Leases are listed every other round, or as often as live
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
-from gradientmail.attendance import Attendance
+from gradientmail.attendance import ALONE, Attendance
 from gradientmail.clock import Clock, Signal, wait_or_sleep
 from gradientmail.errors import ProtocolError
 from gradientmail.events import (
@@ -18,6 +18,7 @@ from gradientmail.events import (
     LearnerLeft,
     LearnerLost,
     RoundSeen,
+    TrainsAlone,
 )
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
@@ -53,8 +54,9 @@ class Watch:
         lease_timeout: float,
         announce: Callable[[Event], None],
         listed: Callable[[Sequence[str]], None],
+        where: str = "",
     ) -> None:
-        """``fragments`` is the number that the run really has.
+        """``fragments`` is the number that the run really has, ``where`` says what the mailbox is.
 
         ``listed`` is given the keys of all leases whenever this has listed them.
         """
@@ -66,9 +68,9 @@ class Watch:
         self._lease_timeout = lease_timeout
         self._announce = announce
         self._listed = listed
+        self._where = where
         self._book = LeaseBook(lease_timeout)
-        self._leases_listed = -float("inf")
-        self._snapshots_listed = -float("inf")
+        self._leases_listed = self._snapshots_listed = -float("inf")
         self._hurry_until = -float("inf")
         self._hurried = -1
         self._record_asked = -float("inf")
@@ -341,6 +343,8 @@ class Watch:
         parallel = self._attendance.parallel(record)
         if parallel is not None:
             self._announce(parallel)
+        if self._attendance.is_alone(record, self.live, self._learner):
+            self._announce(TrainsAlone(learner=self._learner, rounds=ALONE, mailbox=self._where))
         self.changed.set()
 
 

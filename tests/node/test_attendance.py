@@ -10,8 +10,8 @@ from tests.node.history import record, records
 from tests.node.worlds import World, drift, happened
 
 from gradientmail.algorithm.diloco import DiLoCo
-from gradientmail.attendance import Attendance, Waiting, explain_silence
-from gradientmail.events import DeltasParallel, LearnerMissing, RoundWaits
+from gradientmail.attendance import ALONE, Attendance, Waiting, explain_silence
+from gradientmail.events import DeltasParallel, LearnerMissing, RoundWaits, TrainsAlone
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 from gradientmail.testing.virtual_time import run_virtual
 from gradientmail.testing.world import SimulatedNode
@@ -118,6 +118,23 @@ def test_parallel_deltas_are_told_after_three_rounds_with_two_learners() -> None
     assert told[0].cosine == 0.991
     assert "same data" in str(told[0])
     assert "shard" in str(told[0])
+
+
+def test_that_nobody_else_has_come_is_told_once() -> None:
+    attendance = Attendance()
+    told = [n for n in range(40) if attendance.is_alone(record(n, "a"), {"a"}, "a")]
+    assert told == [ALONE - 1]
+
+
+@pytest.mark.parametrize("company", ["live", "in a round"])
+@pytest.mark.parametrize("when", [0, 3, ALONE - 1])
+def test_who_was_not_alone_once_is_not_told_so(company: str, when: int) -> None:
+    attendance = Attendance()
+    for number in range(40):
+        there = number == when
+        took = ("a", "b") if there and company == "in a round" else ("a",)
+        live = {"a", "b"} if there and company == "live" else {"a"}
+        assert not attendance.is_alone(record(number, *took), live, "a")
 
 
 def test_a_round_that_waits_is_told_after_ever_longer_times() -> None:
@@ -274,6 +291,21 @@ def test_learners_on_the_same_data_are_told_of(alike: bool) -> None:
             if alike:
                 assert told[0].rounds[-1] <= 5
         for node in nodes:
+            await node.kill()
+
+    run_virtual(main, limit_seconds=500)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_node_that_nobody_joins_is_told_so(others: int) -> None:
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=4, fragments=2, in_flight=2, quorum_size=2))
+        nodes = [world.node(f"n{i}", change=drift(i)) for i in range(1 + others)]
+        await asyncio.gather(*(life(node, 60) for node in nodes))
+        assert len(records(world.archive)) > ALONE
+        for node in nodes:
+            told = [(event.learner, event.rounds) for event in happened(node, TrainsAlone)]
+            assert told == ([] if others else [("n0", ALONE)])
             await node.kill()
 
     run_virtual(main, limit_seconds=500)
