@@ -176,7 +176,7 @@ SENTENCES: list[tuple[Event, str]] = [
     (
         events.TrainsAlone(learner="a", rounds=8, mailbox="S3Mailbox(runs/one)"),
         (
-            "a has been alone in all 8 rounds so far. Whoever should take part needs the same "
+            "a has been alone in all 8 rounds of the run. Whoever should take part needs the same "
             "mailbox address: here it is S3Mailbox(runs/one); any other address makes a run of its "
             "own"
         ),
@@ -184,7 +184,7 @@ SENTENCES: list[tuple[Event, str]] = [
     (
         events.TrainsAlone(learner="a", rounds=8),
         (
-            "a has been alone in all 8 rounds so far. Whoever should take part needs the same "
+            "a has been alone in all 8 rounds of the run. Whoever should take part needs the same "
             "mailbox address; any other address makes a run of its own"
         ),
     ),
@@ -207,25 +207,25 @@ SENTENCES: list[tuple[Event, str]] = [
     (
         events.NothingShared(learner="a", steps=0, every=13, fragments=4, of=4),
         (
-            "a never called session.step, and its model was changed: that is dropped, and the "
-            "model holds the run's parameters. Call it after every optimizer step"
+            "a never called session.step, and its model was changed: that is dropped, and "
+            "the model holds the run's parameters. Call it after every optimizer step"
         ),
     ),
     (
-        events.NothingShared(learner="a", steps=9, every=13, fragments=4, of=4),
+        events.NothingShared(learner="a", steps=1, every=13, fragments=4, of=4),
         (
-            "no round has any of the 9 steps of a: they are dropped, and the model holds the run's "
-            "parameters there. Rounds take a fragment each, are due every 13 steps and take some "
-            "tenths of a second; train longer, or pass flush_on_close=True to DiLoCo"
+            "no round has anything of the 1 step of a: that is dropped, and the model holds the "
+            "run's parameters there. Rounds take a fragment each, are due every 13 steps and take "
+            "some tenths of a second; train longer, or pass flush_on_close=True to DiLoCo"
         ),
     ),
     (
         events.NothingShared(learner="a", steps=30, every=13, fragments=2, of=4),
         (
-            "no round has any of the 30 steps of a in 2 of 4 fragments: they are dropped, and the "
-            "model holds the run's parameters there. Rounds take a fragment each, are due every 13 "
-            "steps and take some tenths of a second; train longer, or pass flush_on_close=True to "
-            "DiLoCo"
+            "in 2 of 4 fragments no round has anything of the 30 steps of a: that is dropped, and "
+            "the model holds the run's parameters there. Rounds take a fragment each, are due "
+            "every 13 steps and take some tenths of a second; train longer, or pass "
+            "flush_on_close=True to DiLoCo"
         ),
     ),
     (

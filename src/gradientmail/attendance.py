@@ -22,7 +22,7 @@ PARALLEL = 0.99
 """A mean cosine over this says that the learners have done the same."""
 
 ALONE = 8
-"""Rounds without any other learner from the first one on, after which that is told, once."""
+"""Rounds of a run, from its first one on, after which it is told that nobody else was in them."""
 
 FEW_POLLS = 5
 """Of fewer polls than these in a round, each is a good part of it."""
@@ -63,7 +63,7 @@ class Attendance:
         self._alike = _Streak()
         """The rounds in a row whose deltas were parallel, with their cosines."""
         self._alone = 0
-        """The rounds without any other learner; ``ALONE`` and more once there was one."""
+        """The run's rounds without another learner; -1 when there is, or may have been one."""
         self.suspects: set[str] = set()
         """The learners of whom something is to be told."""
 
@@ -96,8 +96,9 @@ class Attendance:
     def is_alone(self, record: RoundRecord, live: Collection[str], own: str) -> bool:
         """Whether ``record``, the last one observed, makes due to tell that nobody else came."""
         company = {*live, *(part.learner for part in record.participants)} - {own}
-        self._alone = ALONE if company else self._alone + 1
-        return self._alone == ALONE and not company
+        still = record.round == self._alone and not company
+        self._alone = self._alone + 1 if still else -1
+        return self._alone == ALONE
 
     def missing(
         self, live: Collection[str], own: str, explain: Callable[[], str]
@@ -150,6 +151,8 @@ def explain_silence(
             f"uploads smaller (delta_dtype, compression) or rounds rarer (sync_every){sooner}, or "
             "raise quorum_size"
         )
+    if idle and not step_seconds:
+        return "session.step was never called here; call it after every optimizer step"
     if idle:
         return (
             f"session.step was not called during the last one ({pace}, a step here "

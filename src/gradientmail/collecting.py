@@ -23,7 +23,10 @@ LONGEST_STEP = 86_400.0
 def judge(record: SnapshotRecord, *, digest: str, base_version: int) -> tuple[str, str] | None:
     """Why a snapshot cannot be merged, as its record alone shows: reason and detail, or None."""
     if record.steps <= 0 or record.tokens <= 0:
-        return "zero_steps", f"{record.steps} steps and {record.tokens} tokens"
+        return "zero_steps", (
+            f"it counts {record.steps} steps and {record.tokens} samples, as one does whose "
+            "parameters were not finite"
+        )
     if record.schema_digest != digest:
         return "schema", "it was made from a model with another schema"
     if record.base_version != base_version:
@@ -71,8 +74,8 @@ class Collector:
         """Where the last contribution was decoded; its merge may be written over it."""
         self.summed: memoryview | None = None
         """Where more than two are summed; their merge may be written over it, too."""
-        self._own: Mapping[str, Array] | None = None
-        """This node's own delta as the fold has it, while that may be needed."""
+        self._own: tuple[Payload, Mapping[str, Array]] | None = None
+        """This node's own delta and its arrays that the fold has, while they may be needed."""
         self._run = run
         self._exchange = exchange
         self._backend = backend
@@ -158,7 +161,7 @@ class Collector:
         payload, (arrays, measured) = found
         is_own = self._exchange.deltas.get(self.number) is payload
         if is_own:
-            self._own = arrays
+            self._own = payload, arrays
         add = partial(
             self.fold.add, arrays, contribution_weight(record.tokens, record.steps), measured
         )
@@ -176,9 +179,10 @@ class Collector:
         That is where this node's own delta lies, if it came first and is stored. Off the loop.
         """
         exchange, fp32 = self._exchange, self.fragment.fp32
-        own = exchange.deltas.get(self.number) if first is self._own else None
-        if own is not None and own.sole and own.slots == fp32.slots:
-            exchange.deltas.pop(self.number, None)
+        own, arrays = self._own or (None, None)
+        if own is not None and first is arrays and own.sole and own.slots == fp32.slots:
+            if exchange.deltas.get(self.number) is own:  # else there is a later one
+                exchange.deltas.pop(self.number, None)
             exchange.forget(own)
             self.summed = own.buffer
             return first

@@ -21,4 +21,9 @@ def shown_bytes(count: int) -> str:
     return f"{count / 2 ** (10 * power):.1f} {' KMG'[power]}iB"
 
 
+def shown_steps(count: int) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{count} step{'' if count == 1 else 's'}"
+
+
 type Callback = Callable[[Event], object]

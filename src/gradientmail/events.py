@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradientmail.event import Callback, Event, shown_bytes
+from gradientmail.event import Callback, Event, shown_bytes, shown_steps
 from gradientmail.health import (  # noqa: F401 - users find all events in this module
     DeltasParallel,
     LearnerMissing,
@@ -102,7 +102,7 @@ class SnapshotPublished(Event):
     def __str__(self) -> str:
         final = "final " if self.final else ""
         return (
-            f"round {self.round}: published {final}delta of {self.steps} steps "
+            f"round {self.round}: published {final}delta of {shown_steps(self.steps)} "
             f"({shown_bytes(self.nbytes)} in {self.seconds:.2f} s)"
         )
 
@@ -301,6 +301,7 @@ class LeaseLost(Event):
 class ClosingWaits(Event):
     """Closing has waited for some seconds for this learner's last rounds to be committed."""
 
+    level: ClassVar[int] = logging.WARNING
     rounds: tuple[int, ...]
     at_most_seconds: float
     """It leaves without them when nothing is committed for so long."""

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradientmail.event import Event
+from gradientmail.event import Event, shown_steps
 
 
 def _shown(names: tuple[str, ...]) -> str:
@@ -110,7 +110,7 @@ class LearnerMissing(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainsAlone(Event):
-    """No other learner has ever been seen in this run, and some rounds have gone by."""
+    """No other learner was in a run's first rounds, or has been seen since."""
 
     level: ClassVar[int] = logging.WARNING
     learner: str
@@ -122,7 +122,7 @@ class TrainsAlone(Event):
     def __str__(self) -> str:
         here = f": here it is {self.mailbox}" if self.mailbox else ""
         return (
-            f"{self.learner} has been alone in all {self.rounds} rounds so far. Whoever should "
+            f"{self.learner} has been alone in all {self.rounds} rounds of the run. Whoever should "
             f"take part needs the same mailbox address{here}; any other address makes a run of its "
             "own"
         )
@@ -179,12 +179,12 @@ class NothingShared(Event):
                 "dropped, and the model holds the run's parameters. Call it after every optimizer "
                 "step"
             )
-        some = "" if self.fragments == self.of else f" in {self.fragments} of {self.of} fragments"
+        some = "" if self.fragments == self.of else f"in {self.fragments} of {self.of} fragments "
         return (
-            f"no round has any of the {self.steps} steps of {self.learner}{some}: they are "
-            "dropped, and the model holds the run's parameters there. Rounds take a fragment each, "
-            f"are due every {self.every} steps and take some tenths of a second; train longer, or "
-            "pass flush_on_close=True to DiLoCo"
+            f"{some}no round has anything of the {shown_steps(self.steps)} of {self.learner}: that "
+            "is dropped, and the model holds the run's parameters there. Rounds take a fragment "
+            f"each, are due every {self.every} steps and take some tenths of a second; train "
+            "longer, or pass flush_on_close=True to DiLoCo"
         )
 
 

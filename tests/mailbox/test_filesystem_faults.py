@@ -30,6 +30,13 @@ def refuse(code: int) -> Callable[..., Any]:
     return call
 
 
+def test_what_was_done_is_said_without_a_path_to_end_with() -> None:
+    error = translate(OSError(errno.EACCES, ""), "deleting in", "/the/path")
+    assert "denied while deleting; this user" in str(error)
+    away = translate(OSError(errno.EIO, ""), "deleting in", "/the/path")
+    assert str(away).startswith("deleting in /the/path: ")
+
+
 @pytest.mark.parametrize("code", sorted(errno.errorcode), ids=lambda code: errno.errorcode[code])
 def test_every_errno_has_one_treatment(code: int) -> None:
     error = translate(OSError(code, os.strerror(code)), "putting", "/the/path")

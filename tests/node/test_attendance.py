@@ -90,6 +90,7 @@ def test_a_node_says_of_itself_what_it_knows() -> None:
     [
         ({"late": True}, "delta_dtype"),
         ({"idle": True}, "session.step was not called"),
+        ({"idle": True, "step_seconds": 0.0}, "session.step was never called here; call it after"),
         ({"late": True}, "(sync_every), lower poll_interval, or raise quorum_size"),
         ({"late": True, "poll_interval": 0.1}, "(sync_every), or raise quorum_size"),
         ({"poll_interval": 1.5}, "lower poll_interval"),
@@ -101,7 +102,7 @@ def test_the_likely_cause(facts: dict[str, float], said: str) -> None:
     known = {"round_seconds": 2.0, "step_seconds": 5.0, "poll_interval": 0.5}
     text = explain_silence(**{**known, "late": False, "idle": False, **facts})  # type: ignore[arg-type]
     assert said in text
-    assert "a round takes 2 s" in text
+    assert ("a round takes 2 s" in text) == ("never" not in said)
 
 
 def test_parallel_deltas_are_told_after_three_rounds_with_two_learners() -> None:
@@ -118,6 +119,13 @@ def test_parallel_deltas_are_told_after_three_rounds_with_two_learners() -> None
     assert told[0].cosine == 0.991
     assert "same data" in str(told[0])
     assert "shard" in str(told[0])
+
+
+def test_who_joins_a_run_that_others_have_trained_is_not_told_of_being_alone() -> None:
+    """Nor who comes back: the run is there, so the address is right."""
+    attendance = Attendance()
+    for number in range(6, 60):
+        assert not attendance.is_alone(record(number, "b"), {"b"}, "b")
 
 
 def test_that_nobody_else_has_come_is_told_once() -> None:

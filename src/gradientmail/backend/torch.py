@@ -20,6 +20,7 @@ from gradientmail.backend.torch_chunks import (
     torch,
 )
 from gradientmail.backend.torch_formats import DECODERS, ENCODERS, convert
+from gradientmail.backend.torch_memory import check_memory
 from gradientmail.backend.torch_model import TorchParameters
 from gradientmail.backend.torch_names import TrainedSet, places
 from gradientmail.backend.torch_sums import ROWS_FROM, RowSums, exact_dot
@@ -74,8 +75,9 @@ class TorchBackend(Backend):
         )
         if not averaged:
             parameters.local_buffers = tuple(sorted(place.name for place in buffers))
-        tensors = (*trained.parameters.values(), *(place.tensor for place in exchanged))
-        if self._pinned is None and any(one.device.type == "cuda" for one in tensors):
+        tensors = trained.parameters | {place.name: place.tensor for place in exchanged}
+        check_memory(tensors)
+        if self._pinned is None and any(one.device.type == "cuda" for one in tensors.values()):
             self._pinned = BufferPool(allocate=partial(pinned_memory, torch))
         return parameters
 

@@ -95,7 +95,7 @@ def translate(error: OSError, doing: str, path: str) -> Exception:
             f"name; use another key or remove what is there"
         )
     advice = f"; {ADVICE[code]}" if code in ADVICE else ""
-    return OSError(code, f"{reason} while {doing}{advice}", path)
+    return OSError(code, f"{reason} while {doing.removesuffix(' in')}{advice}", path)
 
 
 @contextmanager

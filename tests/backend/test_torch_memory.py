@@ -1,0 +1,124 @@
+"""Parameters of one memory: each commit would write one over the other, unless they are apart."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.session.models import QUICK, train_until
+from torch import nn
+
+import gradientmail as gm
+from gradientmail.backend.torch import TorchBackend
+
+type Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Two(nn.Module):
+    """A model of two parameters, made of two tensors that may share memory."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(a), nn.Parameter(b)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.sum(1, keepdim=True) * self.a.sum()) + self.b.sum()
+
+
+def tied() -> Pair:
+    x = torch.ones(6, 6)
+    return x, x.view(36)
+
+
+def transposed() -> Pair:
+    x = torch.ones(6, 5)
+    return x, x.t()
+
+
+def overlapping() -> Pair:
+    x = torch.ones(40)
+    return x[:25], x[24:]
+
+
+def one_row_of_columns() -> Pair:
+    x = torch.ones(6, 8)
+    return x[:, :5], x[5, 4:]
+
+
+def of_two_dtypes() -> Pair:
+    x = torch.ones(8)
+    return x[:4], x.view(torch.bfloat16)[7:]
+
+
+def expanded() -> Pair:
+    x = torch.ones(3)
+    return x[:1].expand(5), x
+
+
+def apart() -> Pair:
+    x = torch.ones(40)
+    return x[:25], x[25:]
+
+
+def columns() -> Pair:
+    x = torch.ones(6, 8)
+    return x[:, :5], x[:, 5:]
+
+
+def dtypes_apart() -> Pair:
+    x = torch.ones(8)
+    return x[:4], x.view(torch.bfloat16)[8:]
+
+
+def empty() -> Pair:
+    x = torch.ones(4)
+    return x, x[2:2]
+
+
+def expanded_apart() -> Pair:
+    x = torch.ones(4)
+    return x[:1].expand(5), x[1:]
+
+
+@pytest.mark.parametrize(
+    "make", [tied, transposed, overlapping, one_row_of_columns, of_two_dtypes, expanded]
+)
+def test_what_shares_memory_is_refused_by_name(make: Callable[[], Pair]) -> None:
+    model = Two(*make())
+    with pytest.raises(ValueError, match="'a' and 'b' share memory"):
+        TorchBackend().bind(model)
+    with pytest.raises(ValueError, match=r"without \.data"):
+        gm.Session(
+            model, algorithm=gm.DiLoCo(sync_every=2, fragments=2), mailbox=gm.MemoryMailbox()
+        )
+
+
+@pytest.mark.parametrize("make", [apart, columns, dtypes_apart, empty, expanded_apart])
+def test_views_beside_each_other_are_two_parameters(make: Callable[[], Pair]) -> None:
+    assert [spec.name for spec in TorchBackend().bind(Two(*make())).schema] == ["a", "b"]
+
+
+def test_the_two_that_share_are_named_among_many() -> None:
+    x = torch.ones(10, 10)
+    model = nn.ParameterDict({f"p{i}": nn.Parameter(x[:, i]) for i in range(8)})
+    model["q"] = nn.Parameter(x[3, 5:])
+    with pytest.raises(ValueError, match="'p5' and 'q' share memory"):
+        TorchBackend().bind(model)
+
+
+def test_a_buffer_that_is_averaged_must_not_lie_in_a_parameter() -> None:
+    model = nn.Linear(3, 3)
+    model.register_buffer("mean", model.weight.detach()[0])
+    assert len(TorchBackend().bind(model).schema) == 2
+    with pytest.raises(ValueError, match="'weight' and 'mean' share memory"):
+        TorchBackend().bind_with_buffers(model)
+
+
+def test_columns_of_one_matrix_train_to_what_was_committed() -> None:
+    model, mailbox = Two(*columns()), gm.MemoryMailbox()
+    algorithm = gm.DiLoCo(sync_every=2, fragments=2)
+    with gm.Session(model, algorithm=algorithm, mailbox=mailbox, callbacks=(), **QUICK) as session:
+        train_until(session, model, 6)
+    other = Two(torch.zeros(6, 5), torch.zeros(6, 3))
+    gm.align(other, mailbox=mailbox)
+    assert torch.equal(model.a, other.a)
+    assert torch.equal(model.b, other.b)
