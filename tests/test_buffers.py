@@ -269,6 +269,46 @@ def test_memory_that_nobody_needs_for_long_is_given_back() -> None:
     assert warm_bytes(pool) == BIG
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_never_has_the_pool_more_memory_than_was_lent_at_a_time(seed: int) -> None:
+    """However gaps lie between what is in use: what splits is no reason to grow."""
+    print(f"seed {seed}")
+    random, pool = Random(seed), BufferPool()
+    held: list[memoryview] = []
+    most = 0
+    for _ in range(400):
+        if held and random.random() < 0.48:
+            held.pop(random.randrange(len(held)))
+        else:
+            held.append(pool.take(BIG * random.choice([1, 3, 10, 21])))
+        lent = sum(view.nbytes for view in held)
+        most = max(most, lent)
+        assert warm_bytes(pool) + lent <= most
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_counts_as_warm_has_pages_and_nothing_else(seed: int) -> None:
+    """As the system sees it: what was given back is zero, all other idle memory as it was left."""
+    print(f"seed {seed}")
+    random, pool = Random(seed), BufferPool()
+    held: list[memoryview] = []
+    for _ in range(200):
+        if held and random.random() < 0.48:
+            held.pop(random.randrange(len(held)))
+        else:
+            held.append(pool.take(BIG * random.choice([1, 3, 10, 21])))
+            held[-1][:] = b"x" * held[-1].nbytes
+    warm_bytes(pool)  # takes back what was returned
+    for block in pool._blocks:
+        end = max((stop for gap in block.gaps for _, stop in gap.warm), default=0)
+        expected = bytearray(b"x" * end)
+        for gap in block.gaps:
+            cold = [gap.start, *(edge for stretch in gap.warm for edge in stretch), gap.stop]
+            for start, stop in zip(cold[::2], cold[1::2], strict=True):
+                expected[start : min(stop, end)] = bytes(max(min(stop, end) - start, 0))
+        assert bytes(block.memory[:end]) == expected
+
+
 def test_memory_that_is_warm_goes_before_a_smaller_gap_that_is_not() -> None:
     pool = BufferPool()
     views = [pool.take(count * BIG) for count in (20, 1, 10, 1)]

@@ -1,10 +1,10 @@
 """Memory that is kept and reused.
 
 Touching fresh pages costs several times what copying into warm ones does, so the large buffers of
-a node come from a pool that hands out pages it has handed out before, whatever the sizes: the
-smallest gap that is large enough. Where none is, as many idle pages go as fresh ones come. A buffer
-goes back by itself when the last view of it is gone: slices, tensors over it, and a view that a
-store or a cancelled upload still holds all keep it out.
+a node come from a pool that hands out pages it has handed out before, whatever the sizes. Host
+memory never has more pages than were once in use at a time. A buffer goes back by itself when the
+last view of it is gone: slices, tensors over it, and a view that a store or a cancelled upload
+still holds all keep it out.
 Nobody returns anything by hand, so nothing can be overwritten while it is still read.
 """
 
@@ -34,14 +34,39 @@ TURNS = 2
 """What was idle while all memory was handed out so many times over is given back to the system."""
 
 
+type _Stretch = tuple[int, int]
+"""From the first byte to the one behind the last, in a block."""
+
+
 @dataclass(slots=True)
 class _Gap:
     """A stretch of a block that nobody uses."""
 
     start: int
     stop: int
-    warm: int
-    """So many of its bytes, counted from the start, may have pages."""
+    warm: list[_Stretch]
+    """Where it has pages: in order, none touching another."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    def warm_in(self, start: int, stop: int) -> int:
+        """How many of these bytes have pages."""
+        return sum(max(min(end, stop) - max(begin, start), 0) for begin, end in self.warm)
+
+    def part(self, start: int, stop: int) -> "_Gap":
+        """These bytes as a gap of their own."""
+        inside = [(max(begin, start), min(end, stop)) for begin, end in self.warm]
+        return _Gap(start, stop, [one for one in inside if one[0] < one[1]])
+
+    def extend(self, other: "_Gap") -> None:
+        """Take in the gap that begins where this one ends."""
+        self.stop = other.stop
+        if self.warm and other.warm and self.warm[-1][1] == other.warm[0][0]:
+            self.warm[-1:] = [(self.warm[-1][0], other.warm[0][1]), *other.warm[1:]]
+        else:
+            self.warm += other.warm
 
 
 class _Block:
@@ -52,52 +77,62 @@ class _Block:
     def __init__(self, memory: memoryview, mapping: mmap.mmap | None) -> None:
         self.memory = memory
         self.mapping = mapping
-        self.gaps = [_Gap(0, memory.nbytes, 0)]
+        self.gaps = [_Gap(0, memory.nbytes, [])]
 
-    def carve(self, nbytes: int) -> tuple[int, int] | None:
-        """Take the start of the best gap that is large enough, None without one.
+    def carve(self, nbytes: int) -> int | None:
+        """Take ``nbytes`` of one gap, from its start or its end; the offset, None without one.
 
-        That is the one with the fewest bytes without pages, and of those the smallest. Where it
-        begins, and how many bytes have none.
+        Where most of them have pages, and then where the gap is largest: what stays of it is
+        large enough for others. (In recorded runs that had least to be touched again.)
         """
-        fitting = [gap for gap in self.gaps if gap.stop - gap.start >= nbytes]
-        if not fitting:
+        places = [
+            (-gap.warm_in(start, start + nbytes), -gap.nbytes, start, gap)
+            for gap in self.gaps
+            if gap.nbytes >= nbytes
+            for start in self._ends(gap, nbytes)
+        ]
+        if not places:
             return None
-        gap = min(fitting, key=lambda gap: (max(nbytes - gap.warm, 0), gap.stop - gap.start))
-        start, cold = gap.start, max(nbytes - gap.warm, 0)
-        gap.start += nbytes
-        gap.warm = max(gap.warm - nbytes, 0)
-        if gap.start == gap.stop:
-            self.gaps.remove(gap)
-        return start, cold
+        _, _, start, gap = min(places, key=lambda place: place[:3])
+        index = self.gaps.index(gap)
+        rest = [gap.part(gap.start, start), gap.part(start + nbytes, gap.stop)]
+        self.gaps[index : index + 1] = [one for one in rest if one.nbytes]
+        return start
+
+    def _ends(self, gap: _Gap, nbytes: int) -> tuple[int, ...]:
+        """Where in the gap: not at the far end of all memory, from which nothing would grow."""
+        return (gap.start,) if gap.stop == self.memory.nbytes else (gap.start, gap.stop - nbytes)
 
     def mend(self, start: int, stop: int) -> None:
         """Put a stretch back, joined with the gaps that it touches."""
         index = bisect(self.gaps, start, key=lambda gap: gap.start)
-        gap = _Gap(start, stop, stop - start)
-        self.gaps.insert(index, gap)
+        self.gaps.insert(index, _Gap(start, stop, [(start, stop)]))
         if index + 1 < len(self.gaps) and self.gaps[index + 1].start == stop:
-            after = self.gaps.pop(index + 1)
-            gap.stop, gap.warm = after.stop, gap.warm + after.warm
+            self.gaps[index].extend(self.gaps.pop(index + 1))
         if index and self.gaps[index - 1].stop == start:
-            before = self.gaps[index - 1]
-            # Cold bytes of the one before now lie between warm ones: they count as warm.
-            before.warm = start - before.start + gap.warm
-            before.stop = gap.stop
-            del self.gaps[index]
+            self.gaps[index - 1].extend(self.gaps.pop(index))
+
+    def idle(self) -> int:
+        """The bytes with pages that nobody uses."""
+        return sum(end - begin for gap in self.gaps for begin, end in gap.warm)
 
     def give_back(self, nbytes: int) -> int:
-        """Give up to ``nbytes`` in pages of gaps back to the system, the last first; how many."""
+        """Give up to ``nbytes`` in pages of gaps back to the system; how many.
+
+        The smallest gaps first, which are of least use.
+        """
         if self.mapping is None or not hasattr(self.mapping, "madvise"):
             return 0
-        left = nbytes
-        for gap in reversed(self.gaps):
-            cold = min(left // PAGE * PAGE, gap.warm)
-            if cold:
-                gap.warm -= cold
+        left = nbytes // PAGE * PAGE
+        for gap in sorted(self.gaps, key=lambda gap: gap.nbytes):
+            while left and gap.warm:
+                begin, end = gap.warm.pop()
+                cold = min(left, end - begin)
+                if cold < end - begin:
+                    gap.warm.append((begin, end - cold))
+                self.mapping.madvise(mmap.MADV_DONTNEED, end - cold, cold)
                 left -= cold
-                self.mapping.madvise(mmap.MADV_DONTNEED, gap.start + gap.warm, cold)
-        return nbytes - left
+        return nbytes // PAGE * PAGE - left
 
 
 class _Shown:
@@ -170,7 +205,8 @@ class BufferPool:
         self._blocks: list[_Block] = []
         self._returned: deque[tuple[_Block, int, int]] = deque()
         self._lock = lock_over_forks()
-        self._lent = 0
+        self._lent = self._most = 0
+        """Bytes in use, and the most that were at a time."""
         self._taken = 0
         self._surplus = 0
 
@@ -182,10 +218,11 @@ class BufferPool:
         size = max(-(-nbytes // grain), 1) * grain
         with self._lock:
             self._mend()
-            block, start, cold = self._carve(size)
+            block, start = self._carve(size)
             self._lent += size
-            if self._allocate is None:
-                self._give_back(cold)  # gaps that were too small would stay beside it
+            self._most = max(self._most, self._lent)
+            if self._allocate is None:  # gaps that were too small would stay beside it
+                self._give_back(max(self._lent + self._idle() - self._most, 0))
             self._give_up_surplus(size)
         lease = _Lease(next(_leases))
         memory = block.memory[start : start + nbytes]
@@ -198,15 +235,15 @@ class BufferPool:
             self._mend()
             self._give_back(self._idle())
 
-    def _carve(self, size: int) -> tuple[_Block, int, int]:
+    def _carve(self, size: int) -> tuple[_Block, int]:
         for block in self._blocks:
-            found = block.carve(size)
-            if found is not None:
-                return block, *found
+            start = block.carve(size)
+            if start is not None:
+                return block, start
         block = _reserve(size) if self._allocate is None else _Block(self._allocate(size), None)
         self._blocks.append(block)
         block.carve(size)
-        return block, 0, size
+        return block, 0
 
     def _mend(self) -> None:
         """Take back what has been returned."""
@@ -216,7 +253,7 @@ class BufferPool:
             self._lent -= stop - start
 
     def _idle(self) -> int:
-        return sum(gap.warm for block in self._blocks for gap in block.gaps)
+        return sum(block.idle() for block in self._blocks)
 
     def _give_up_surplus(self, taken: int) -> None:
         """Now and then, give back as much as was idle all the time since the last time.
@@ -234,7 +271,7 @@ class BufferPool:
         for block in reversed(self._blocks):
             nbytes -= block.give_back(nbytes)
             whole = block.gaps[0] if len(block.gaps) == 1 else None
-            unused = whole is not None and whole.stop - whole.start == block.memory.nbytes
+            unused = whole is not None and whole.nbytes == block.memory.nbytes
             if unused and block.mapping is None and nbytes >= block.memory.nbytes:
                 nbytes -= block.memory.nbytes
                 self._blocks.remove(block)
