@@ -192,7 +192,7 @@ def test_closing_says_when_the_store_does_not_tell_of_newer_commits(
         model, algorithm=ALGORITHM, mailbox=box, learner_id="a", callbacks=[seen], **QUICK
     ) as session:
         train_until(session, model, 4)
-        sent = max(event.round for event in seen.of(events.SnapshotPublished))
+        sent = session._learner._last_published  # perhaps not in the mailbox yet
         until(lambda: seen.of(events.RoundCommitted)[-1].round >= sent)
         box.hang = True
     fetch, lease = seen.of(events.TaskFailed)
