@@ -49,7 +49,7 @@ def one_case(merge: Rda | WeightedMean, contributions: int, nbytes: int) -> dict
         del contribution
         peak = max(peak, _rss())
     began = time.process_time()
-    step(backend, specs, Transition(old, fold.merged().deltas, new, {}, final=False), pool.take)
+    step(backend, specs, Transition(old, fold.finish().deltas, new, {}, final=False), pool.take)
     closing = time.process_time() - began
     return {
         "merge": type(merge).__name__,

@@ -93,8 +93,8 @@ class Attendance:
         rounds, cosines = zip(*last, strict=True)
         return DeltasParallel(rounds=rounds, cosine=min(cosines))
 
-    def is_alone(self, record: RoundRecord, live: Collection[str], own: str) -> bool:
-        """Whether ``record``, the last one observed, makes due to tell that nobody else came."""
+    def notice_alone(self, record: RoundRecord, live: Collection[str], own: str) -> bool:
+        """Count the next record; whether it is time to tell that nobody but ``own`` came."""
         company = {*live, *(part.learner for part in record.participants)} - {own}
         still = record.round == self._alone and not company
         self._alone = self._alone + 1 if still else -1

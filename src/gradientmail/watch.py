@@ -343,7 +343,7 @@ class Watch:
         parallel = self._attendance.parallel(record)
         if parallel is not None:
             self._announce(parallel)
-        if self._attendance.is_alone(record, self.live, self._learner):
+        if self._attendance.notice_alone(record, self.live, self._learner):
             self._announce(TrainsAlone(learner=self._learner, rounds=ALONE, mailbox=self._where))
         self.changed.set()
 

@@ -125,12 +125,12 @@ def test_who_joins_a_run_that_others_have_trained_is_not_told_of_being_alone() -
     """Nor who comes back: the run is there, so the address is right."""
     attendance = Attendance()
     for number in range(6, 60):
-        assert not attendance.is_alone(record(number, "b"), {"b"}, "b")
+        assert not attendance.notice_alone(record(number, "b"), {"b"}, "b")
 
 
 def test_that_nobody_else_has_come_is_told_once() -> None:
     attendance = Attendance()
-    told = [n for n in range(40) if attendance.is_alone(record(n, "a"), {"a"}, "a")]
+    told = [n for n in range(40) if attendance.notice_alone(record(n, "a"), {"a"}, "a")]
     assert told == [ALONE - 1]
 
 
@@ -142,7 +142,7 @@ def test_who_was_not_alone_once_is_not_told_so(company: str, when: int) -> None:
         there = number == when
         took = ("a", "b") if there and company == "in a round" else ("a",)
         live = {"a", "b"} if there and company == "live" else {"a"}
-        assert not attendance.is_alone(record(number, *took), live, "a")
+        assert not attendance.notice_alone(record(number, *took), live, "a")
 
 
 def test_a_round_that_waits_is_told_after_ever_longer_times() -> None:
