@@ -279,6 +279,13 @@ def test_a_long_list_of_tensors_is_cut() -> None:
     assert "reset" in said
     assert "2 tensors (t0, t1);" in str(events.ParametersNotFinite(tensors=names[:2], round=1))
     assert "1 tensor (t0);" in str(events.ParametersNotFinite(tensors=names[:1], round=1))
+    beyond = events.ParametersNotFinite(tensors=names[:2], round=1, beyond=names[:1])
+    assert str(beyond).startswith(
+        "round 1: not finite: 1 tensor (t1); the delta of 1 tensor (t0) was not finite, or beyond "
+        "the range of delta_dtype; no delta was published"
+    )
+    only = events.ParametersNotFinite(tensors=("w",), round=1, beyond=("w",))
+    assert str(only).startswith("round 1: the delta of 1 tensor (w) was not finite, or beyond")
     out = events.ParametersOutOfRange(round=1, tensors=names[:1])
     assert "range of 1 tensor (t0);" in str(out)
 

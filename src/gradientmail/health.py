@@ -18,18 +18,22 @@ def _shown(names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParametersNotFinite(Event):
-    """The local parameters held NaN or infinity; they were put back to the committed ones.
-
-    Also when only their delta is not finite, at the precision that deltas have in the run.
-    """
+    """Local parameters or their deltas were not finite; the committed ones are back."""
 
     level: ClassVar[int] = logging.ERROR
     tensors: tuple[str, ...]
     round: int
+    beyond: tuple[str, ...] = ()
+    """Those that are finite now: their delta was not, at the precision that the run's have."""
 
     def __str__(self) -> str:
+        sick = tuple(name for name in self.tensors if name not in self.beyond)
+        parts = [f"not finite: {_shown(sick)}"] if sick else []
+        if self.beyond:
+            delta = f"the delta of {_shown(self.beyond)} was not finite"
+            parts.append(f"{delta}, or beyond the range of delta_dtype")
         return (
-            f"round {self.round}: not finite: {_shown(self.tensors)}; no delta was published, and "
+            f"round {self.round}: {'; '.join(parts)}; no delta was published, and "
             "the last committed values are back; optimizer state may hold NaN too and need a reset"
         )
 

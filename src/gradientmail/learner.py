@@ -254,7 +254,8 @@ class Learner:
         snapshot was lost, and the next one is due at once.
         """
         fresh = any(number == published for published, _ in self._published)
-        bad = set(self._parameters.not_finite()) | (set(found) if fresh else set())
+        sick = set(self._parameters.not_finite())
+        bad = sick | (set(found) if fresh else set())
         for fragment, version in enumerate(self.versions):
             if bad & version.arrays.keys():
                 self._parameters.apply(self._parameters.stage(version.arrays))
@@ -267,9 +268,10 @@ class Learner:
             if not found:
                 self._published_at = min(self._published_at, pair[1] - self._schedule.gap(pair[0]))
         if bad:
-            tensors = tuple(sorted(bad))
             # At once: an optimizer state that is sick, too, has to be reset before the next step.
-            self._handoff.announce_in_step(ParametersNotFinite(tensors=tensors, round=number))
+            tensors, beyond = tuple(sorted(bad)), tuple(sorted(bad - sick))
+            event = ParametersNotFinite(tensors=tensors, round=number, beyond=beyond)
+            self._handoff.announce_in_step(event)
 
     # Stopping and going on later
 

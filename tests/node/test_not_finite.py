@@ -63,6 +63,7 @@ def test_a_sick_learner_publishes_nothing_of_it_and_is_put_back(value: float) ->
         (event,) = happened(nodes[0], ParametersNotFinite)
         assert event.round == number
         assert event.tensors == ("a.weight", "c.bias", "embed.weight")
+        assert event.beyond == ()
         assert happened(nodes[1], ParametersNotFinite) == []
         # It contributes again afterwards, with steps counted from its repair.
         later = [r for r in found if r["round"] > number + 1]
@@ -183,7 +184,11 @@ def test_a_delta_too_large_for_its_format_does_not_stop_a_node_alone(dtype: str 
         node = world.node("a", change=jump, model=model)
         await node.join()
         await node.train(40)
-        assert happened(node, ParametersNotFinite)
+        told = happened(node, ParametersNotFinite)
+        assert told
+        for event in told:
+            assert event.tensors
+            assert event.beyond == event.tensors
         assert len(records(world.archive)) >= 10
         for record in records(world.archive):
             assert [row["learner"] for row in record["participants"]] == ["a"]
