@@ -5,7 +5,8 @@
 Workload W: 64 M fp32 parameters (256 MB), 4 fragments, ``sync_every`` 20, 2 nodes, a folder, poll
 0.5 s, a training step of 50 ms that touches little. The others change one thing each. CPU is of
 all threads of a node, training included; the floor is ``measure.Floor.exchange``. After a workload
-of plain fp32 comes a row of the same work without the library, which ``bare.py`` does.
+of plain fp32 comes a row of the same work without the library, which ``bare.py`` does. ``agree``:
+all models are alike in the end; not so where one node had left before the other's last round.
 """
 
 import argparse
