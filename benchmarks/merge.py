@@ -1,8 +1,9 @@
 """Folding contributions and closing: time and memory must not grow with the number of learners.
 
-``uv run benchmarks/merge.py [--json] [--mb 64]``
+``uv run benchmarks/merge.py [--json] [--mb 64] [--device cuda]``
 
 Folding is what happens when a contribution arrives; closing is what is left after the last one.
+With ``--device`` norms, sums and the outer step are computed there.
 """
 
 import argparse
@@ -17,13 +18,17 @@ from gradientmail.algorithm.diloco import Rda, WeightedMean
 from gradientmail.algorithm.merge import Fold
 from gradientmail.algorithm.outer import FragmentState, OuterStep, Transition
 from gradientmail.backend.torch import TorchBackend
+from gradientmail.backend.torch_device import TorchDeviceBackend
 from gradientmail.buffers import HOST
 from gradientmail.schema import TensorSpec
 
 
-def one_case(merge: Rda | WeightedMean, contributions: int, nbytes: int) -> dict[str, object]:
+def one_case(
+    merge: Rda | WeightedMean, contributions: int, nbytes: int, device: str | None
+) -> dict[str, object]:
     """Fold so many contributions of ``nbytes`` in 16 tensors, then close."""
-    backend, pool = TorchBackend(), HOST
+    backend = TorchBackend() if device is None else TorchDeviceBackend(device)
+    pool = HOST
     count = nbytes // 64
     specs = tuple(TensorSpec(f"t{index}", "F32", (count,)) for index in range(16))
 
@@ -72,11 +77,12 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--mb", type=int, default=64)
+    parser.add_argument("--device", help="merge there, such as cuda; on the host by default")
     args = parser.parse_args()
     torch.set_num_threads(1)
     floor = Floor(args.mb * 10**6)
     rows = [
-        {**one_case(merge, contributions, args.mb * 10**6), **floor.row()}
+        {**one_case(merge, contributions, args.mb * 10**6, args.device), **floor.row()}
         for merge in (Rda(), WeightedMean())
         for contributions in (2, 8, 32)
     ]

@@ -67,7 +67,7 @@ class Session:
             restarts may keep its own. Default: host name and process id.
         poll_interval: seconds between looks at the mailbox: requests cost money, waiting time.
         backend: what merges rounds when this node closes them. Default: the model's own framework,
-            on the host.
+            on the host; ``TorchDeviceBackend()`` does it on a CUDA device.
         compression: ``"off"`` or ``"zstd"``, of what this node uploads.
         lease_every: seconds between signs of life; half of ``lease_timeout`` at most.
         lease_timeout: seconds without one after which a learner counts as gone.

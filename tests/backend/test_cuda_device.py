@@ -13,7 +13,11 @@ from torch import nn
 
 from gradientmail.backend.base import Backend
 from gradientmail.backend.torch import TorchBackend
+from gradientmail.backend.torch_device import TorchDeviceBackend
+from gradientmail.testing.backend_arithmetic import BackendArithmetic
 from gradientmail.testing.backend_parameters import BackendParameters, Tensors
+from gradientmail.testing.backend_range import BackendRange
+from gradientmail.testing.backend_sums import BackendSums
 from gradientmail.testing.backend_values import Floats
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -40,6 +44,35 @@ class TestTorchParametersOnCuda(BackendParameters):
             name: p.detach().float().cpu().numpy().astype(np.float32, copy=True)
             for name, p in model.named_parameters()
         }
+
+
+class TestMergingOnCuda(BackendArithmetic, BackendSums, BackendRange):
+    def make_backend(self) -> Backend:
+        return TorchDeviceBackend(DEVICE)
+
+
+def test_merging_does_not_wait_for_the_training() -> None:
+    """Whose kernels are in the way of nothing, on the default stream and on any other."""
+    backend = TorchDeviceBackend(DEVICE)
+    x, y, momentum, master = (torch.randn(5_000_000) for _ in range(4))
+    expected = torch.dot(x.double(), y.double()).item()
+
+    def merge() -> float:
+        backend.accumulate(y, x, keep=1.0, scale=0.0)
+        backend.nesterov(
+            [(0.5, x)], momentum, master, beta=0.9, lr=0.7, new_momentum=momentum, new_master=master
+        )
+        return backend.dot(x, y)
+
+    merge()  # the allocator has what the next one asks for
+    for training in (torch.cuda.default_stream(DEVICE), torch.cuda.Stream(DEVICE)):
+        with torch.cuda.device(DEVICE), torch.cuda.stream(training):
+            torch.cuda._sleep(CYCLES)
+            busy = training.record_event()
+            found = merge()
+            assert not busy.query()
+        training.synchronize()
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 class Layouts(nn.Module):

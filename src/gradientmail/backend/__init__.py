@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gradientmail.backend.mlx import MlxBackend
     from gradientmail.backend.numpy import NumpyBackend
     from gradientmail.backend.torch import TorchBackend
+    from gradientmail.backend.torch_device import TorchDeviceBackend
 
 __all__ = [
     "Backend",
@@ -23,6 +24,7 @@ __all__ = [
     "NumpyBackend",
     "Parameters",
     "TorchBackend",
+    "TorchDeviceBackend",
     "backend_for",
 ]
 
@@ -30,6 +32,7 @@ _NAMES = {
     "MlxBackend": "gradientmail.backend.mlx",
     "NumpyBackend": "gradientmail.backend.numpy",
     "TorchBackend": "gradientmail.backend.torch",
+    "TorchDeviceBackend": "gradientmail.backend.torch_device",
 }
 """Where each backend is."""
 

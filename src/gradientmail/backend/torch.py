@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import override
 
-from gradientmail.backend.base import Backend, Combination, fp32_factors
+from gradientmail.backend.base import Backend, Combination
 from gradientmail.backend.cuda_copies import pinned_memory
 from gradientmail.backend.torch_chunks import (
     Tensor,
     again,
     chunks,
-    constant,
+    factors,
     fp32_pieces,
     piece_size,
     pieces,
@@ -172,7 +172,7 @@ class TorchBackend(Backend):
 
     def accumulate(self, out: Tensor, x: Tensor, *, keep: float, scale: float) -> None:
         """``out = keep·out + scale·x``, each product rounded to fp32 before the sum."""
-        keeps, scales, size = _factors(keep), _factors(scale), piece_size()
+        keeps, scales, size = factors(keep), factors(scale), piece_size()
         products = again(scratch(out, size=size), out)
         for (o, v), product in zip(chunks(out, x, size=size), products, strict=True):
             if keep == 0.0:
@@ -185,11 +185,11 @@ class TorchBackend(Backend):
 
     def combine(self, delta: Combination, out: Tensor) -> None:
         """``out = Σ cᵢ·xᵢ``, each product rounded to fp32 before the sum."""
-        factors, size = [_factors(scale) for scale, _ in delta], piece_size()
+        scales, size = [factors(scale) for scale, _ in delta], piece_size()
         products = again(scratch(out, size=size), out)
         others = chunks(out, *(x for _, x in delta), size=size)
         for (o, *terms), product in zip(others, products, strict=True):
-            _combined(terms, factors, o, product)
+            _combined(terms, scales, o, product)
 
     def nesterov(
         self,
@@ -203,7 +203,7 @@ class TorchBackend(Backend):
         new_master: Tensor,
     ) -> bool:
         """``m' = β·m + Δ`` and ``master' = master − lr·(Δ + β·m')``, each chunk read once."""
-        factors, finite, size = [_factors(scale) for scale, _ in delta], True, piece_size()
+        scales, finite, size = [factors(scale) for scale, _ in delta], True, piece_size()
         products = again(scratch(master, size=size), master)
         steps: Iterable[Tensor] = pieces(new_master, size)  # less to keep in the cache
         read_later = (master, *(x for _, x in delta[1:]))
@@ -214,7 +214,7 @@ class TorchBackend(Backend):
         for base, product, step, (m, new_m, new, *terms) in zip(
             fp32_pieces(master, size), products, steps, others, strict=True
         ):
-            _combined(terms, factors, step, product)
+            _combined(terms, scales, step, product)
             if momentum is None:
                 new_m.copy_(step)
             else:
@@ -324,25 +324,21 @@ def _elementwise(
         yield o.copy_(operation(x, y, out=result))
 
 
-def _factors(scale: float) -> list[Tensor]:
-    return [constant(factor) for factor in fp32_factors(scale)]
-
-
-def _scaled(x: Tensor, factors: Sequence[Tensor], out: Tensor) -> Tensor:
-    """``out = x`` times all factors, ``out`` being F32."""
+def _scaled(x: Tensor, scales: Sequence[Tensor], out: Tensor) -> Tensor:
+    """``out = x`` times all ``scales``, ``out`` being F32."""
     if x.dtype != torch.float32:
         x = out.copy_(x)
-    for factor in factors:
-        x = torch.mul(x, factor, out=out)
+    for scale in scales:
+        x = torch.mul(x, scale, out=out)
     return x
 
 
 def _combined(
-    terms: Sequence[Tensor], factors: Sequence[Sequence[Tensor]], out: Tensor, product: Tensor
+    terms: Sequence[Tensor], factors_of: Sequence[Sequence[Tensor]], out: Tensor, product: Tensor
 ) -> Tensor:
     """``out = Σ cᵢ·xᵢ`` of one piece; ``product`` is scratch."""
     total: Tensor | None = None
-    for x, scales in zip(terms, factors, strict=True):
+    for x, scales in zip(terms, factors_of, strict=True):
         if total is None:
             total = _scaled(x, scales, out)
         else:

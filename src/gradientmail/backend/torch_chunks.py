@@ -7,6 +7,7 @@ has but one, pieces are four times as large: a quarter as many calls go over the
 from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 
+from gradientmail.backend.base import fp32_factors
 from gradientmail.errors import MissingExtra
 
 try:
@@ -22,6 +23,7 @@ __all__ = [
     "chunks",
     "constant",
     "cut",
+    "factors",
     "fp32_pieces",
     "piece_size",
     "pieces",
@@ -91,3 +93,8 @@ def fp32_pieces(x: Tensor, size: int = CHUNK) -> Iterable[Tensor]:
 def constant(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """An operand for many chunks; a Python number would be converted anew for each of them."""
     return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def factors(scale: float) -> list[Tensor]:
+    """``fp32_factors`` of a coefficient, as operands."""
+    return [constant(factor) for factor in fp32_factors(scale)]
