@@ -329,3 +329,23 @@ def test_gaps_that_are_too_small_are_given_back() -> None:
     longer = pool.take(15 * BIG)
     assert longer.nbytes == 15 * BIG
     assert warm_bytes(pool) == 3 * BIG
+
+
+def test_memory_that_the_process_has_locked_is_kept() -> None:
+    """The system refuses to take it back; that is nobody's fault, and breaks no take."""
+    pool = BufferPool()
+    buffer = pool.take(BIG)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(PAGE)) == 0
+    try:
+        del buffer
+        for _ in range(3):
+            pool.trim()
+            other = pool.take(2 * BIG)
+            other[:] = b"x" * (2 * BIG)
+            del other
+        again = pool.take(BIG)
+        assert ctypes.addressof(ctypes.c_char.from_buffer(again)) == address
+    finally:
+        libc.munlock(ctypes.c_void_p(address), ctypes.c_size_t(PAGE))

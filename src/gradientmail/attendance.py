@@ -64,6 +64,8 @@ class Attendance:
         """The rounds in a row whose deltas were parallel, with their cosines."""
         self._alone = 0
         """The run's rounds without another learner; -1 when there is, or may have been one."""
+        self.may_be_alone = False
+        """Whether that is to be told, if nobody has a lease."""
         self.suspects: set[str] = set()
         """The learners of whom something is to be told."""
 
@@ -93,12 +95,17 @@ class Attendance:
         rounds, cosines = zip(*last, strict=True)
         return DeltasParallel(rounds=rounds, cosine=min(cosines))
 
-    def notice_alone(self, record: RoundRecord, live: Collection[str], own: str) -> bool:
-        """Count the next record; whether it is time to tell that nobody but ``own`` came."""
+    def notice_alone(self, record: RoundRecord, live: Collection[str], own: str) -> None:
+        """Count the next record, if nobody but ``own`` has come."""
         company = {*live, *(part.learner for part in record.participants)} - {own}
         still = record.round == self._alone and not company
         self._alone = self._alone + 1 if still else -1
-        return self._alone == ALONE
+        self.may_be_alone = self._alone == ALONE or (self.may_be_alone and still)
+
+    def is_alone(self, live: Collection[str], own: str) -> bool:
+        """Whether it is to be told that nobody came, now that leases were listed; once."""
+        told, self.may_be_alone = self.may_be_alone and not set(live) - {own}, False
+        return told
 
     def missing(
         self, live: Collection[str], own: str, explain: Callable[[], str]

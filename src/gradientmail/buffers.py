@@ -126,11 +126,13 @@ class _Block:
         left = nbytes // PAGE * PAGE
         for gap in sorted(self.gaps, key=lambda gap: gap.nbytes):
             while left and gap.warm:
-                begin, end = gap.warm.pop()
+                begin, end = gap.warm[-1]
                 cold = min(left, end - begin)
-                if cold < end - begin:
-                    gap.warm.append((begin, end - cold))
-                self.mapping.madvise(mmap.MADV_DONTNEED, end - cold, cold)
+                try:
+                    self.mapping.madvise(mmap.MADV_DONTNEED, end - cold, cold)
+                except OSError:  # the process has locked its memory: all of it stays
+                    return nbytes // PAGE * PAGE - left
+                gap.warm[-1:] = [(begin, end - cold)] if cold < end - begin else []
                 left -= cold
         return nbytes // PAGE * PAGE - left
 

@@ -28,6 +28,16 @@ class _Streak:
     told: str = ""
 
 
+def called(store: object) -> str:
+    """What a store calls itself; nothing of one that has no words for it, or fails to say them."""
+    if type(store).__repr__ is object.__repr__:
+        return ""
+    try:
+        return repr(store)
+    except Exception:
+        return ""
+
+
 class Failures:
     """Counts the failures in a row of each task of one part of a node.
 

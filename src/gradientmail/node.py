@@ -30,7 +30,7 @@ from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.lease import Lease
 from gradientmail.exchange.records import Manifest, Ref, RoundRecord
 from gradientmail.exchange.sealing import Payload
-from gradientmail.failures import Failures
+from gradientmail.failures import Failures, called
 from gradientmail.handoff import Handoff, Version
 from gradientmail.joining import create_run, find_run, newest_versions, rounds_held
 from gradientmail.mailbox.base import Mailbox
@@ -74,8 +74,7 @@ class Node:
         """
         self.settings = settings
         self._handoff = handoff
-        says_where = type(mailbox).__repr__ is not object.__repr__
-        self._where = repr(mailbox) if says_where else ""
+        self._where = called(mailbox)
         self._clock = clock
         self._offload = offload
         self._announce = announce

@@ -242,10 +242,15 @@ class Watch:
             await self._poll_snapshots(number)
 
     async def _tell_who_is_missing(self) -> None:
-        """Live learners that are in none of the last rounds; who has left is not live."""
-        if not self._attendance.suspects:
+        """Live learners that are in none of the last rounds; who has left is not live.
+
+        And, after a run's first rounds, that nobody else came. Leases are listed before either.
+        """
+        if not (self._attendance.suspects or self._attendance.may_be_alone):
             return
         await self.refresh_leases()
+        if self._attendance.is_alone(self.live, self._learner):
+            self._announce(TrainsAlone(learner=self._learner, rounds=ALONE, mailbox=self._where))
         for event in self._attendance.missing(self.live, self._learner, self.explain):
             self._announce(event)
 
@@ -343,8 +348,7 @@ class Watch:
         parallel = self._attendance.parallel(record)
         if parallel is not None:
             self._announce(parallel)
-        if self._attendance.notice_alone(record, self.live, self._learner):
-            self._announce(TrainsAlone(learner=self._learner, rounds=ALONE, mailbox=self._where))
+        self._attendance.notice_alone(record, self.live, self._learner)
         self.changed.set()
 
 

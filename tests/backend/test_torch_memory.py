@@ -1,7 +1,9 @@
 """Parameters of one memory: each commit would write one over the other, unless they are apart."""
 
 from collections.abc import Callable
+from typing import Self
 
+import numpy as np
 import pytest
 import torch
 from tests.session.models import QUICK, train_until
@@ -9,6 +11,7 @@ from torch import nn
 
 import gradientmail as gm
 from gradientmail.backend.torch import TorchBackend
+from gradientmail.backend.torch_memory import check_memory
 
 type Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -54,6 +57,24 @@ def expanded() -> Pair:
     return x[:1].expand(5), x
 
 
+def of_two_storages() -> Pair:
+    """Over one NumPy array, each with a storage object of its own."""
+    x = np.ones(12, dtype=np.float32)
+    return torch.from_numpy(x), torch.from_numpy(x[4:8])
+
+
+def of_one_buffer() -> Pair:
+    x = bytearray(48)
+    return torch.frombuffer(x, dtype=torch.float32), torch.frombuffer(
+        x, dtype=torch.bfloat16, offset=20
+    )
+
+
+def storages_apart() -> Pair:
+    x = np.ones(12, dtype=np.float32)
+    return torch.from_numpy(x[:6]), torch.from_numpy(x[6:])
+
+
 def apart() -> Pair:
     x = torch.ones(40)
     return x[:25], x[25:]
@@ -80,7 +101,17 @@ def expanded_apart() -> Pair:
 
 
 @pytest.mark.parametrize(
-    "make", [tied, transposed, overlapping, one_row_of_columns, of_two_dtypes, expanded]
+    "make",
+    [
+        tied,
+        transposed,
+        overlapping,
+        one_row_of_columns,
+        of_two_dtypes,
+        expanded,
+        of_two_storages,
+        of_one_buffer,
+    ],
 )
 def test_what_shares_memory_is_refused_by_name(make: Callable[[], Pair]) -> None:
     model = Two(*make())
@@ -92,7 +123,9 @@ def test_what_shares_memory_is_refused_by_name(make: Callable[[], Pair]) -> None
         )
 
 
-@pytest.mark.parametrize("make", [apart, columns, dtypes_apart, empty, expanded_apart])
+@pytest.mark.parametrize(
+    "make", [apart, columns, dtypes_apart, empty, expanded_apart, storages_apart]
+)
 def test_views_beside_each_other_are_two_parameters(make: Callable[[], Pair]) -> None:
     assert [spec.name for spec in TorchBackend().bind(Two(*make())).schema] == ["a", "b"]
 
@@ -109,7 +142,7 @@ def test_a_buffer_that_is_averaged_must_not_lie_in_a_parameter() -> None:
     model = nn.Linear(3, 3)
     model.register_buffer("mean", model.weight.detach()[0])
     assert len(TorchBackend().bind(model).schema) == 2
-    with pytest.raises(ValueError, match="'weight' and 'mean' share memory"):
+    with pytest.raises(ValueError, match="'mean' and 'weight' share memory"):
         TorchBackend().bind_with_buffers(model)
 
 
@@ -122,3 +155,45 @@ def test_columns_of_one_matrix_train_to_what_was_committed() -> None:
     gm.align(other, mailbox=mailbox)
     assert torch.equal(model.a, other.a)
     assert torch.equal(model.b, other.b)
+
+
+class Scaled(nn.Parameter):
+    """A class of one's own over ordinary memory."""
+
+
+def test_parameters_of_a_subclass_are_looked_at() -> None:
+    model, x = nn.Module(), torch.ones(8)
+    model.a, model.b = Scaled(x), Scaled(x[4:])
+    with pytest.raises(ValueError, match="'a' and 'b' share memory"):
+        TorchBackend().bind(model)
+
+
+class NoMemory(torch.Tensor):
+    """A tensor whose elements lie nowhere."""
+
+    def __new__(cls) -> Self:
+        return torch.Tensor._make_wrapper_subclass(cls, (4,), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: object, **__: object) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_tensors_without_memory_share_none() -> None:
+    check_memory({"a": NoMemory(), "b": NoMemory(), "c": torch.ones(4)})
+
+
+def test_parameters_put_over_one_memory_later_are_refused_at_the_next_snapshot() -> None:
+    model, backend = Two(torch.ones(4), torch.ones(4)), TorchBackend()
+    parameters = backend.bind(model)
+    arrays = {
+        spec.name: backend.array(backend.pool().take(spec.nbytes), spec.dtype, spec.shape)
+        for spec in parameters.schema
+    }
+    parameters.capture(arrays)()
+    model.b.data = model.b.data.clone()  # elsewhere, and by itself
+    parameters.capture(arrays)()
+    model.b.data = model.a.data
+    for _ in range(2):
+        with pytest.raises(ValueError, match="'a' and 'b' share memory"):
+            parameters.capture(arrays)

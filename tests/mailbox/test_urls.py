@@ -124,12 +124,30 @@ def test_memory_is_one_store_a_name() -> None:
         ("s3://b/x?region=a b", "region must be a name"),
         ("s3://b/x?checksums=off", "when_supported or when_required"),
         ("s3://b/x?addressing=host", "auto or path or virtual"),
-        ("s3://b/x?endpoint=localhost:9000", "endpoint must be http://"),
-        ("s3://b/x?endpoint=http://", "endpoint must be http://"),
-        ("s3://b/x?endpoint=http://h:port", "endpoint must be http://"),
-        ("s3://b/x?endpoint=http://h:99999", "endpoint must be http://"),
-        ("s3://b/x?endpoint=http://[::1", "endpoint must be http://"),
-        ("s3://b/x?endpoint=http://h/%3Fx", "endpoint must be http://"),
+        (
+            "s3://b/x?endpoint=localhost:9000",
+            "endpoint must be like https://host or http://host:port, not ",
+        ),
+        (
+            "s3://b/x?endpoint=http://",
+            "endpoint must be like https://host or http://host:port, not ",
+        ),
+        (
+            "s3://b/x?endpoint=http://h:port",
+            "endpoint must be like https://host or http://host:port, not ",
+        ),
+        (
+            "s3://b/x?endpoint=http://h:99999",
+            "endpoint must be like https://host or http://host:port, not ",
+        ),
+        (
+            "s3://b/x?endpoint=http://[::1",
+            "endpoint must be like https://host or http://host:port, not ",
+        ),
+        (
+            "s3://b/x?endpoint=http://h/%3Fx",
+            "endpoint must be like https://host or http://host:port, not ",
+        ),
     ],
 )
 def test_malformed(url: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

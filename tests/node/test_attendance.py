@@ -125,13 +125,31 @@ def test_who_joins_a_run_that_others_have_trained_is_not_told_of_being_alone() -
     """Nor who comes back: the run is there, so the address is right."""
     attendance = Attendance()
     for number in range(6, 60):
-        assert not attendance.notice_alone(record(number, "b"), {"b"}, "b")
+        attendance.notice_alone(record(number, "b"), {"b"}, "b")
+        assert not attendance.may_be_alone
 
 
 def test_that_nobody_else_has_come_is_told_once() -> None:
     attendance = Attendance()
-    told = [n for n in range(40) if attendance.notice_alone(record(n, "a"), {"a"}, "a")]
+    told = []
+    for number in range(40):
+        attendance.notice_alone(record(number, "a"), {"a"}, "a")
+        if attendance.is_alone({"a"}, "a"):
+            told.append(number)
     assert told == [ALONE - 1]
+
+
+@pytest.mark.parametrize("company", ["a lease", "a contribution"])
+def test_who_is_found_when_it_is_to_be_told_is_company(company: str) -> None:
+    """Eight rounds may take less than the time between two listings of leases."""
+    attendance = Attendance()
+    for number in range(ALONE):
+        attendance.notice_alone(record(number, "a"), {"a"}, "a")
+    assert attendance.may_be_alone
+    if company == "a contribution":
+        attendance.notice_alone(record(ALONE, "a", "b"), {"a"}, "a")
+    assert not attendance.is_alone({"a", "b"} if company == "a lease" else {"a"}, "a")
+    assert not attendance.is_alone({"a"}, "a")
 
 
 @pytest.mark.parametrize("company", ["live", "in a round"])
@@ -142,7 +160,8 @@ def test_who_was_not_alone_once_is_not_told_so(company: str, when: int) -> None:
         there = number == when
         took = ("a", "b") if there and company == "in a round" else ("a",)
         live = {"a", "b"} if there and company == "live" else {"a"}
-        assert not attendance.notice_alone(record(number, *took), live, "a")
+        attendance.notice_alone(record(number, *took), live, "a")
+        assert not attendance.may_be_alone
 
 
 def test_a_round_that_waits_is_told_after_ever_longer_times() -> None:
@@ -314,6 +333,26 @@ def test_a_node_that_nobody_joins_is_told_so(others: int) -> None:
         for node in nodes:
             told = [(event.learner, event.rounds) for event in happened(node, TrainsAlone)]
             assert told == ([] if others else [("n0", ALONE)])
+            await node.kill()
+
+    run_virtual(main, limit_seconds=500)
+
+
+def test_whoever_has_joined_is_company_before_its_first_step() -> None:
+    """Eight rounds take less here than the time between two listings of leases."""
+
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=4, fragments=4))
+        nodes = [
+            world.node(name, change=drift(0), poll=4.0, step_seconds=0.02)
+            for name in ("quick", "slow")
+        ]
+        for node in nodes:
+            await node.join()
+        await nodes[0].train(60)
+        assert len(records(world.archive)) > ALONE
+        assert happened(nodes[0], TrainsAlone) == []
+        for node in nodes:
             await node.kill()
 
     run_virtual(main, limit_seconds=500)

@@ -247,6 +247,8 @@ def test_no_size_hides_a_folder_in_the_place(
         ({"endpoint_url": "http://[::1"}, "https://host.*not 'http://"),
         ({"endpoint_url": "http://host:99999"}, "https://host.*not 'http://"),
         ({"endpoint_url": "http://host:x"}, "https://host.*not 'http://"),
+        ({"endpoint_url": "http://host/?token=secret"}, "https://host.*not 'http://"),
+        ({"endpoint_url": "http://me:secret@host"}, "^credentials do not belong into endpoint_url"),
         ({"max_concurrency": 0}, "from 1 to 1000"),
         ({"max_concurrency": 10**30}, "from 1 to 1000"),
         ({"max_concurrency": True}, "integer"),

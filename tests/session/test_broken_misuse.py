@@ -192,3 +192,18 @@ def test_a_forked_child_leaves_its_parents_session_alone() -> None:
     lines = done.stdout.splitlines()
     assert "cannot use or close its parent's session" in lines[0]
     assert lines[1:] == ["status 7", "closed"]
+
+
+class Unspeakable(gm.MemoryMailbox):
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_a_mailbox_that_cannot_say_what_it_is_serves_as_well() -> None:
+    heard = Events()
+    with gm.Session(
+        net(), algorithm=ALGORITHM, mailbox=Unspeakable(), callbacks=(heard,), **QUICK
+    ) as session:
+        session.step(samples=1)
+    assert [event.mailbox for event in heard.of(gm.events.Joined)] == [""]
+    assert no_threads_left()

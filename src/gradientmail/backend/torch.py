@@ -20,7 +20,7 @@ from gradientmail.backend.torch_chunks import (
     torch,
 )
 from gradientmail.backend.torch_formats import DECODERS, ENCODERS, convert
-from gradientmail.backend.torch_memory import check_memory
+from gradientmail.backend.torch_memory import SeparateMemory
 from gradientmail.backend.torch_model import TorchParameters
 from gradientmail.backend.torch_names import TrainedSet, places
 from gradientmail.backend.torch_sums import ROWS_FROM, RowSums, exact_dot
@@ -70,14 +70,20 @@ class TorchBackend(Backend):
         trained = TrainedSet(model, exchanged)
         if not trained.parameters:
             raise ValueError("the model has no trainable parameter: none has requires_grad=True")
-        parameters = TorchParameters(
-            torch, trained.parameters, buffers=exchanged, check=trained.check
-        )
+
+        def tensors() -> dict[str, Tensor]:
+            there = {place.name: place.tensor for place in exchanged}
+            return trained.parameters | {n: one for n, one in there.items() if one is not None}
+
+        def check() -> None:
+            trained.check()
+            memory.check()
+
+        parameters = TorchParameters(torch, trained.parameters, buffers=exchanged, check=check)
+        memory = SeparateMemory(tensors)
         if not averaged:
             parameters.local_buffers = tuple(sorted(place.name for place in buffers))
-        tensors = trained.parameters | {place.name: place.tensor for place in exchanged}
-        check_memory(tensors)
-        if self._pinned is None and any(one.device.type == "cuda" for one in tensors.values()):
+        if self._pinned is None and any(one.device.type == "cuda" for one in tensors().values()):
             self._pinned = BufferPool(allocate=partial(pinned_memory, torch))
         return parameters
 

@@ -1,74 +1,107 @@
 """Which tensors of a PyTorch model lie in the same memory."""
 
 from collections import defaultdict
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gradientmail.backend.torch_chunks import torch
 
-_WITH_STORAGE = (torch.Tensor, torch.nn.Parameter)
-"""Classes of which every tensor has a storage of its own or a part of one."""
+type Tensors = Mapping[str, torch.Tensor]
+
+type _Place = tuple[int, int, str]
+"""The addresses of a tensor's first element and of what is behind its last one, and its name."""
 
 
-def check_memory(tensors: Mapping[str, torch.Tensor]) -> None:
+class SeparateMemory:
+    """That no two tensors of a model lie in the same memory: at first, and at each ``check``."""
+
+    def __init__(self, tensors: Callable[[], Tensors]) -> None:
+        """``ValueError`` as ``check_memory``; ``tensors`` gives them as they are at the time."""
+        self._tensors = tensors
+        self._addresses: list[int] = []
+        self.check()
+
+    def check(self) -> None:
+        """``ValueError`` as ``check_memory``; looks closely only when a tensor has moved."""
+        tensors = self._tensors()
+        addresses = list(map(_address, tensors.values()))
+        if addresses != self._addresses:
+            check_memory(tensors)
+            self._addresses = addresses
+
+
+def check_memory(tensors: Tensors) -> None:
     """``ValueError`` when two of ``tensors`` stand for the same elements, or for some of them.
 
-    Views that lie beside each other in one storage, as a recurrent network's weights do, are fine.
-    Tensors of subclasses, which may have no storage, are not looked at.
+    Views that lie beside each other, as a recurrent network's weights do, are fine. Tensors without
+    memory of their own, as those of some subclasses, are not looked at.
     """
-    by_storage: dict[tuple[torch.device, int], dict[str, torch.Tensor]] = defaultdict(dict)
+    by_device: dict[torch.device, list[_Place]] = defaultdict(list)
     for name, tensor in tensors.items():
-        if tensor.numel() and type(tensor) in _WITH_STORAGE:
-            place = tensor.device, tensor.untyped_storage().data_ptr()
-            by_storage[place][name] = tensor
-    for sharing in by_storage.values():
-        if len(sharing) > 1 and not _apart(sharing):
-            _check_storage(sharing)
+        start = _address(tensor)
+        if start and tensor.numel():
+            by_device[tensor.device].append((start, start + _length(tensor), name))
+    for places in by_device.values():
+        for group in _reaching_into_each_other(sorted(places)):
+            _check_group(group, tensors)
 
 
-def _apart(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether each of these ends before the next one begins."""
-    bounds = sorted(_bounds(tensor) for tensor in tensors.values())
-    return all(stop <= start for (_, stop), (start, _) in pairwise(bounds))
+def _address(tensor: torch.Tensor) -> int:
+    """Where its elements begin; 0 where it has no memory of its own."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
-def _check_storage(tensors: Mapping[str, torch.Tensor]) -> None:
-    """They may only be interleaved, as the columns of a matrix are: mark the bytes of each."""
-    length = max(stop for _, stop in map(_bounds, tensors.values()))
-    marks = torch.zeros(length, dtype=torch.bool, device="cpu")
-    for name, tensor in tensors.items():
-        own = _marks_of(marks, tensor)
-        if own.any():
-            first = next(
-                other for other in tensors if _share(marks.zero_(), tensors[other], tensor)
-            )
-            raise ValueError(
-                f"the tensors {first!r} and {name!r} share memory, so that each commit would write "
-                "one over the other; tie parameters by making them one (decoder.weight = "
-                "encoder.weight, without .data), which is exchanged once, or clone one of them"
-            )
-        own.fill_(True)
-
-
-def _share(marks: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> bool:
-    _marks_of(marks, x).fill_(True)
-    return bool(_marks_of(marks, y).any())
-
-
-def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of its storage that a tensor covers, and the first behind the last."""
+def _length(tensor: torch.Tensor) -> int:
+    """The bytes from its first element to the end of its last one."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    length = sum(stride * (size - 1) for size, stride in sizes) + 1
-    first, width = int(tensor.storage_offset()), tensor.element_size()
-    return first * width, (first + length) * width
+    return (sum(stride * (size - 1) for size, stride in sizes) + 1) * tensor.element_size()
 
 
-def _marks_of(marks: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The marks, one a byte, of what the tensor covers; what an expanded one repeats once."""
+def _reaching_into_each_other(places: Sequence[_Place]) -> Iterator[list[_Place]]:
+    """Groups of ``places``, which are in order, of which each begins before another one ends."""
+    group, end = list[_Place](), 0
+    for place in places:
+        if place[0] >= end and group:
+            yield group
+            group = list[_Place]()
+        group.append(place)
+        end = max(end, place[1])
+    yield group
+
+
+def _check_group(group: Sequence[_Place], tensors: Tensors) -> None:
+    """They may only be interleaved, as the columns of a matrix are: mark the bytes of each."""
+    if len(group) < 2:
+        return
+    begin, end = group[0][0], max(stop for _, stop, _ in group)
+    marks = torch.zeros(end - begin, dtype=torch.bool, device="cpu")
+
+    def marks_of(place: _Place) -> torch.Tensor:
+        return _marks_of(marks, tensors[place[2]], place[0] - begin)
+
+    for index, place in enumerate(group):
+        if marks_of(place).any():
+            marks.zero_()
+            for other in group[:index]:  # the first of them that has an element of it
+                marks_of(other).fill_(True)
+                if marks_of(place).any():
+                    raise ValueError(_shared(other[2], place[2]))
+        marks_of(place).fill_(True)
+
+
+def _marks_of(marks: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tensor:
+    """The marks, one a byte, of a tensor from ``start`` on; what an expanded one repeats once."""
     width, strides = tensor.element_size(), tensor.stride()
     sizes = (size if stride else 1 for size, stride in zip(tensor.shape, strides, strict=True))
-    return marks.as_strided(
-        (*sizes, width),
-        (*(stride * width for stride in strides), 1),
-        tensor.storage_offset() * width,
+    return marks.as_strided((*sizes, width), (*(stride * width for stride in strides), 1), start)
+
+
+def _shared(*names: str) -> str:
+    first, second = sorted(names)
+    return (
+        f"the tensors {first!r} and {second!r} share memory, so that each commit would write one "
+        "over the other; tie parameters by making them one (decoder.weight = encoder.weight, "
+        "without .data), which is exchanged once, or clone one of them"
     )

@@ -18,13 +18,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import batched
 from typing import Any
-from urllib.parse import urlsplit
 
 from gradientmail.buffers import HOST
 from gradientmail.errors import MailboxRefused, MailboxUnavailable
 from gradientmail.mailbox.base import MAX_KEY_BYTES, check_key, check_size, flat, size_limit
 from gradientmail.mailbox.lanes import Lanes
-from gradientmail.mailbox.s3_client import Addressing, Checksums, require_boto3
+from gradientmail.mailbox.s3_client import (
+    Addressing,
+    Checksums,
+    check_endpoint,
+    require_boto3,
+)
 from gradientmail.mailbox.s3_parts import MAX_WHOLE_BYTES, WHOLE_BYTES, Body, named_hash
 from gradientmail.mailbox.s3_probe import broken_condition, tidy
 from gradientmail.mailbox.s3_requests import Damaged, Requests
@@ -349,13 +353,7 @@ def _checked_endpoint(endpoint_url: str | None) -> str | None:
         return None
     if not isinstance(endpoint_url, str):
         raise TypeError(f"endpoint_url must be a string or None, not {endpoint_url!r}")
-    with suppress(ValueError):  # an address or a port that is none
-        parts = urlsplit(endpoint_url)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return endpoint_url
-    raise ValueError(
-        f"endpoint_url must be like https://host or http://host:port, not {endpoint_url!r}"
-    )
+    return check_endpoint(endpoint_url, "endpoint_url")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -2,8 +2,11 @@
 
 import base64
 import hashlib
+import re
+from contextlib import suppress
 from functools import cache
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from gradientmail.errors import MissingExtra
 
@@ -16,6 +19,21 @@ type Addressing = Literal["auto", "path", "virtual"]
 type Checksums = Literal["when_supported", "when_required"]
 
 SIGNATURE = "gradientmail-s3v4"
+
+
+def check_endpoint(value: str, name: str) -> str:
+    """An address of a server, given as ``name``; ``ValueError`` when it is none.
+
+    It is shown in logs, so it may have no credentials in it.
+    """
+    if "@" in value:
+        raise ValueError(f"credentials do not belong into {name}; boto3 finds them itself")
+    with suppress(ValueError):  # an address or a port that is none
+        parts = urlsplit(value)
+        is_whole = bool(parts.hostname) and parts.port != 0 and not re.search(r"[?#\s]", value)
+        if parts.scheme in ("http", "https") and is_whole:
+            return value
+    raise ValueError(f"{name} must be like https://host or http://host:port, not {value!r}")
 
 
 def require_boto3() -> None:

@@ -20,7 +20,7 @@ from gradientmail.forking import lock_over_forks
 from gradientmail.mailbox.base import Mailbox, check_key
 from gradientmail.mailbox.filesystem import FilesystemMailbox
 from gradientmail.mailbox.memory import MemoryMailbox
-from gradientmail.mailbox.s3_client import Addressing, Checksums
+from gradientmail.mailbox.s3_client import Addressing, Checksums, check_endpoint
 
 CHOICES = {
     "checksums": ("when_supported", "when_required"),
@@ -244,27 +244,10 @@ def _checked_option(name: str, value: str) -> str:
     if name in CHOICES and value not in CHOICES[name]:
         raise ValueError(f"{name} must be {' or '.join(CHOICES[name])}, not {value!r}")
     if name == "endpoint":
-        _check_endpoint(value)
+        check_endpoint(value, "endpoint")
     if name == "region" and not re.fullmatch(r"[A-Za-z0-9-]+", value):
         raise ValueError(f"region must be a name like eu-central-1 or auto, not {value!r}")
     return value
-
-
-def _check_endpoint(value: str) -> None:
-    try:
-        parts = urlsplit(value)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        parts, host, port = urlsplit(""), None, None
-    if "@" in value:
-        raise ValueError("credentials do not belong into the endpoint; boto3 finds them itself")
-    if (
-        parts.scheme not in ("http", "https")
-        or not host
-        or port == 0
-        or re.search(r"[?#\s]", value)
-    ):
-        raise ValueError(f"endpoint must be http://host[:port] or https://…, not {value!r}")
 
 
 def _decoded(text: str, url: str, *, slashes: bool = False) -> str:
