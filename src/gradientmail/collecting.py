@@ -1,7 +1,7 @@
 """One round's contributions: judged, fetched, checked and folded in as they appear."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from gradientmail.algorithm.merge import Fold, Measured, contribution_weight
@@ -46,12 +46,11 @@ class Collector:
         exchange: Exchange,
         *,
         number: int,
-        expected: int,
         backend: Backend,
         offload: Offload,
         announce: Callable[[Event], None],
     ) -> None:
-        """An empty collection for round ``number``, of about ``expected`` contributions."""
+        """An empty collection for round ``number``."""
         self.number = number
         self.fragment: Fragment = run.fragments[run.schedule.fragment(number)]
         self.base_version = run.schedule.version(number) - 1
@@ -66,7 +65,6 @@ class Collector:
             self.fragment.specs,
             backend,
             exchange.take,
-            expected=expected,
             averaged=run.averaged,
             sum_in=self._sum_in,
         )
@@ -75,7 +73,9 @@ class Collector:
         self.summed: memoryview | None = None
         """Where more than two are summed; their merge may be written over it, too."""
         self._own: tuple[Payload, Mapping[str, Array]] | None = None
-        """This node's own delta and its arrays that the fold has, while they may be needed."""
+        """This node's own delta and its arrays, while the fold has them."""
+        self._first_decoded: tuple[memoryview, Mapping[str, Array]] | None = None
+        """Where the first contribution was decoded, if it was, and its arrays."""
         self._run = run
         self._exchange = exchange
         self._backend = backend
@@ -128,7 +128,7 @@ class Collector:
     def release(self) -> None:
         """Let go of the contributions themselves, which are merged; the records stay."""
         self._exchange.deltas.pop(self.number, None)
-        self.decoded = self.summed = self._own = None
+        self.decoded = self.summed = self._own = self._first_decoded = None
         del self.fold
 
     async def take(self, learner: str, raw: bytes) -> None:
@@ -151,6 +151,9 @@ class Collector:
             self.accepted[learner] = record
 
     async def _fold_in(self, record: SnapshotRecord) -> tuple[str, str] | None:
+        if self.fold.holds_contributions and not self.fold.keeps_next:
+            await self._offload(self.fold.sum_up)  # which frees them before another is fetched
+            self._let_own_go()
         measure = partial(self._offload, self._measure)
         try:
             found = await self._exchange.examine(record.payload, self.fragment.delta, measure)
@@ -159,33 +162,42 @@ class Collector:
         if found is None:
             return "missing", f"{record.payload.key} does not exist"
         payload, (arrays, measured) = found
-        is_own = self._exchange.deltas.get(self.number) is payload
-        if is_own:
-            self._own = payload, arrays
         add = partial(
             self.fold.add, arrays, contribution_weight(record.tokens, record.steps), measured
         )
         if not (add() if self.fold.keeps_next else await self._offload(add)):
             return "corrupt", f"{record.payload.key} holds values that are not finite"
+        if self._exchange.deltas.get(self.number) is payload:
+            self._own = payload, arrays
+        if self.decoded is not None and self.fold.count == 1:
+            self._first_decoded = self.decoded, arrays
         if not self.fold.holds_contributions:
-            self._own = None
-            if is_own:
-                self._exchange.deltas.pop(self.number, None)
+            self._let_own_go()
         return None
 
-    def _sum_in(self, first: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Where to sum; if theta has that form, where theta will be written.
+    def _let_own_go(self) -> None:
+        """This node's own delta is needed no more, once it is summed; a later one is another."""
+        own, self._own = self._own, None
+        if own is not None and self._exchange.deltas.get(self.number) is own[0]:
+            self._exchange.deltas.pop(self.number)
 
-        That is where this node's own delta lies, if it came first and is stored. Off the loop.
+    def _sum_in(self, kept: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+        """Where to sum; if theta has that form, where theta will be written. Off the loop.
+
+        That is where one of ``kept`` lies: the first one if it was decoded, or this node's own
+        delta if it is stored.
         """
         exchange, fp32 = self._exchange, self.fragment.fp32
+        if self._first_decoded is not None and self._first_decoded[1] is kept[0]:
+            self.summed, first = self._first_decoded
+            return first
         own, arrays = self._own or (None, None)
-        if own is not None and first is arrays and own.sole and own.slots == fp32.slots:
+        if own is not None and arrays is not None and own.sole and own.slots == fp32.slots:
             if exchange.deltas.get(self.number) is own:  # else there is a later one
                 exchange.deltas.pop(self.number, None)
             exchange.forget(own)
             self.summed = own.buffer
-            return first
+            return arrays
         self.summed = fp32.blank(exchange.take)
         return arrays_over(self._backend, self.summed, fp32)
 

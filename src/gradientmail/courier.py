@@ -7,7 +7,7 @@ from time import perf_counter
 from gradientmail.attendance import explain_silence
 from gradientmail.backend.base import Backend, Parameters
 from gradientmail.buffers import PAGE
-from gradientmail.clock import Clock, Offload, Signal, wait_any
+from gradientmail.clock import Clock, Offload, Signal, wait_any, wait_or_sleep
 from gradientmail.collecting import judge
 from gradientmail.deltas import Delta, make_delta
 from gradientmail.errors import PayloadCorrupt, ProtocolError
@@ -19,6 +19,7 @@ from gradientmail.exchange.sealing import Sealed, Sealing
 from gradientmail.failures import Failures
 from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
 from gradientmail.joining import rounds_held
+from gradientmail.rhythm import LONGEST_PAUSE_SECONDS, Turn
 from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
 from gradientmail.versions import Versions
 from gradientmail.watch import Watch
@@ -65,6 +66,7 @@ class Courier:
         self._posted = dict.fromkeys(range(len(versions)), rounds_held(versions))
         """By fragment, the newest round whose commit the learner was given."""
         self._last_published = -1
+        self._turn = Turn(watch.poll_interval)
         self._snapshot = (-1, 0.0)
         """Round and moment of the last one taken from the outbox."""
         self._preparing = asyncio.Lock()
@@ -93,9 +95,10 @@ class Courier:
             woken, changed = self.woken.next, self._watch.changed.next
             while handoff.events:
                 self._announce(handoff.events.popleft())
-            self._watch.seek("learner", handoff.waits_for)
+            pause = self._turn.pause(handoff.waits_for, handoff.due_seconds, self._clock.now())
+            self._watch.seek("learner", None if pause else handoff.waits_for)
             self._report(handoff)
-            await wait_any(woken, changed)
+            await wait_or_sleep(self._clock, pause or LONGEST_PAUSE_SECONDS, woken, changed)
 
     def _report(self, handoff: Handoff) -> None:
         """Tell the learner what changes when it publishes: who lives, who has published."""
@@ -334,9 +337,8 @@ class Courier:
 
     def _fresh(self) -> list[RoundRecord]:
         """The newest commit of each fragment if it was not posted, the oldest first."""
-        newest = map(self._watch.progress.newest, self._posted)
-        fresh = (one for one in newest if one is not None and self._is_new(one))
-        return sorted(fresh, key=lambda record: record.round)
+        newest = filter(None, map(self._watch.progress.newest, self._posted))
+        return sorted(filter(self._is_new, newest), key=lambda record: record.round)
 
     def _is_new(self, record: RoundRecord) -> bool:
         """Whether neither it nor a newer one of its fragment was posted; two may be fetching."""

@@ -83,7 +83,9 @@ class Handoff:
     publishing: int = -1
     """The round whose snapshot the learner copies, or has copied last."""
     waits_for: int | None = None
-    """The round whose others' snapshots would make the learner publish early; None for none."""
+    """The round that the learner publishes next; None while it needs a commit before."""
+    due_seconds: float = 0.0
+    """In how many seconds it would, when it was last told; others' snapshots make that earlier."""
 
     news: bool = False
     arrivals: deque[Arrival] = field(default_factory=deque)

@@ -52,7 +52,6 @@ class Learner:
         schedule: Schedule,
         handoff: Handoff,
         make_blank: Callable[[int], Blank],
-        poll_interval: float,
         now: Callable[[], float] = perf_counter,
     ) -> None:
         """``versions`` are what the model holds, one a fragment; ``now`` tells seconds."""
@@ -65,7 +64,6 @@ class Learner:
         self._schedule = schedule
         self._handoff = handoff
         self._make_blank = make_blank
-        self._poll_interval = poll_interval
         self._now = now
         self.rounds_seen = rounds_seen
         self.local_step = self.resumed_at = 0
@@ -197,9 +195,9 @@ class Learner:
         self._sending = None
 
     def _say_what_matters(self, due: float) -> None:
-        """Have the loop look for others' snapshots if they could make the next round due earlier.
+        """Tell the loop which round is due next, and in how many seconds if steps come as before.
 
-        Not when it is due within a poll anyhow, which is the usual case and saves the requests.
+        Others' snapshots in it could make it due earlier.
         """
         self._handoff.step_seconds = self._step_seconds
         standing = self._standing()
@@ -207,8 +205,8 @@ class Learner:
         steps = due - max(
             self.local_step, standing.overwritten_at[self._schedule.fragment(number)] + 1
         )
-        late = math.isfinite(steps) and steps * self._step_seconds > self._poll_interval
-        wanted = number if late else None
+        wanted = number if math.isfinite(steps) else None
+        self._handoff.due_seconds = steps * self._step_seconds if wanted is not None else 0.0
         if self._handoff.waits_for != wanted:
             self._handoff.waits_for = wanted
             self._handoff.wake()

@@ -71,3 +71,29 @@ class Rhythm:
             return self._poll_interval
         longest = min(self.round_seconds / 8, LONGEST_PAUSE_SECONDS)
         return max(min(due, longest), self._poll_interval)
+
+
+class Turn:
+    """A learner's next round, and when others' snapshots of it are worth looking for.
+
+    They could make it due earlier. When it is due within a poll anyhow, which is usual, the
+    requests are saved; unless a poll has passed, and the steps take longer than before.
+    """
+
+    def __init__(self, poll_interval: float) -> None:
+        """No round is next yet."""
+        self._poll_interval = poll_interval
+        self._number: int | None = None
+        self._since = 0.0
+
+    def pause(self, number: int | None, due_seconds: float, now: float) -> float:
+        """Seconds until they are to be looked for, 0 for now; long, when no round is next.
+
+        ``number`` is the next round, due in ``due_seconds`` when that was told.
+        """
+        if self._number != number:
+            self._number, self._since = number, now
+        if number is None:
+            return LONGEST_PAUSE_SECONDS
+        waited = now - self._since
+        return 0.0 if due_seconds > self._poll_interval else max(self._poll_interval - waited, 0.0)

@@ -192,7 +192,6 @@ class Session:
             schedule=run.schedule,
             handoff=self._handoff,
             make_blank=courier.make_blank,
-            poll_interval=self._settings.poll_interval,
         )
         self._checkpoint = Checkpoint(
             run, self._settings.learner, learner, self._parameters, self._backend

@@ -209,7 +209,6 @@ class Syncer:
                 self._run,
                 self._exchange,
                 number=number,
-                expected=max(self._run.algorithm.quorum_size, len(self._watch.live)),
                 backend=self._backend,
                 offload=self._offload,
                 announce=self._announce,

@@ -42,7 +42,6 @@ class Bench:
             schedule=self.schedule,
             handoff=self.handoff,
             make_blank=self.blank,
-            poll_interval=1.0,
             now=lambda: next(self.seconds) if self.seconds else self.now,
         )
 

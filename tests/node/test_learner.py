@@ -12,6 +12,7 @@ from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.algorithm.schedule import Schedule
 from gradientmail.due import NEVER, Standing, due_at, enough_others, next_round
 from gradientmail.events import Aligned
+from gradientmail.rhythm import LONGEST_PAUSE_SECONDS, Turn
 
 SCHEDULE = Schedule(10, 3)  # due at 3, 6, 10, 13, 16, 20, …: gaps 3, 3, 4
 
@@ -213,3 +214,29 @@ def test_leaving_with_nothing_in_flight_is_immediate() -> None:
     bench.learner.settle()
     for value in values(bench.model).values():
         assert torch.equal(value, torch.zeros_like(value))
+
+
+def test_the_loop_knows_when_a_round_is_due() -> None:
+    """Which is next, and in how many seconds as steps come; none while it needs a commit."""
+    bench = Bench(DiLoCo(sync_every=20, fragments=2, in_flight=1))
+    for _ in range(2):
+        bench.now += 0.5
+        bench.steps(1)
+    assert (bench.handoff.waits_for, bench.handoff.due_seconds) == (0, 8 * 0.5)
+    for _ in range(8):
+        bench.now += 0.5
+        bench.steps(1)
+    assert [row[0] for row in bench.sent()] == [0]
+    assert bench.handoff.waits_for is None
+
+
+@pytest.mark.parametrize("due", [0.2, 0.9, 5.0])
+def test_others_snapshots_are_looked_for_when_the_own_is_late(due: float) -> None:
+    """Steps may become slow after it was told when the round is due."""
+    turn = Turn(1.0)
+    assert turn.pause(None, 0.0, 10.0) == LONGEST_PAUSE_SECONDS
+    assert turn.pause(3, due, 20.0) == (0.0 if due > 1.0 else 1.0)
+    assert turn.pause(3, due, 20.75) == (0.0 if due > 1.0 else 0.25)
+    assert turn.pause(3, due, 21.0) == 0.0
+    assert turn.pause(3, due, 99.0) == 0.0
+    assert turn.pause(4, 0.2, 99.0) == 1.0

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Buffer
-from dataclasses import replace
 from functools import partial
 from typing import Any, override
 
@@ -12,6 +11,7 @@ import torch
 from tests.session.models import QUICK, Keeping, net, train_until
 
 import gradientmail as gm
+from gradientmail.algorithm.precision import encode_tensors
 from gradientmail.backend.numpy import NumpyBackend
 from gradientmail.backend.torch import TorchBackend
 from gradientmail.buffers import HOST
@@ -20,7 +20,7 @@ from gradientmail.collecting import Collector
 from gradientmail.committing import Committer
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
-from gradientmail.exchange.records import Manifest, SnapshotRecord
+from gradientmail.exchange.records import Manifest, Ref, SnapshotRecord
 from gradientmail.exchange.sealing import Payload, Sealing
 from gradientmail.node import planned
 from gradientmail.run import arrays_over, read_run
@@ -46,130 +46,164 @@ class Viewing(gm.MemoryMailbox):
 @pytest.mark.parametrize(
     ("delta_dtype", "commit_dtype"), [(None, None), ("F4", None), ("F8_E4M3", "F4")]
 )
-@pytest.mark.parametrize("quorum_size", [2, 3])
 def test_theta_is_written_over_the_delta_that_was_merged(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     delta_dtype: str | None,
     commit_dtype: str | None,
-    quorum_size: int,
 ) -> None:
-    """Over this learner's own as it was sent, over a decoded one, or over their sum.
-
-    If it has theta's form. More than two, if as many are expected, are summed where the own lies.
-    """
-    over, sums = list[str](), list[str]()
-    blanks_of, sum_in = Committer._blanks, Collector._sum_in
+    """Over this learner's own as it was sent, or over a decoded one, if that has theta's form."""
+    over = list[str]()
+    blanks_of = Committer._blanks
 
     def spied(self: Committer, collector: Collector, state: Any) -> Any:
         own = self._exchange.deltas.get(collector.number)
-        spent = {
-            "own": own and own.buffer,
-            "decoded": collector.decoded,
-            "summed": collector.summed,
-        }
+        spent = {"own": own and own.buffer, "decoded": collector.decoded}
+        assert collector.summed is None
         blanks = blanks_of(self, collector, state)
         written = blanks["theta"].buffer
         over.append(next((name for name, used in spent.items() if written is used), "fresh"))
         return blanks
 
-    def spied_sum_in(self: Collector, first: Any) -> Any:
-        own = self._exchange.deltas[self.number]
-        totals = sum_in(self, first)
-        sums.append("own" if self.summed is own.buffer else "fresh")
-        assert (totals is first) == (sums[-1] == "own")
-        assert (self.number in self._exchange.deltas) == (sums[-1] == "fresh")
-        return totals
-
     monkeypatch.setattr(Committer, "_blanks", spied)
-    monkeypatch.setattr(Collector, "_sum_in", spied_sum_in)
     algorithm = gm.DiLoCo(
-        sync_every=4,
-        fragments=2,
-        quorum_size=quorum_size,
-        delta_dtype=delta_dtype,
-        commit_dtype=commit_dtype,
+        sync_every=4, fragments=2, delta_dtype=delta_dtype, commit_dtype=commit_dtype
     )
     model, mailbox = net(dtype=dtype), Keeping()
     with gm.Session(model, algorithm=algorithm, mailbox=mailbox, callbacks=(), **QUICK) as session:
         train_until(session, model, 6)
-    fp32, few = dtype is torch.float32, quorum_size == 2
-    quantized = ("decoded" if few else "summed") if fp32 else "fresh"
-    plain = "own" if few else quantized
-    assert set(over[:6]) == {quantized if delta_dtype else plain}
-    assert set(sums[:6]) == (set() if few else {"own" if fp32 and not delta_dtype else "fresh"})
+    quantized = "decoded" if dtype is torch.float32 else "fresh"
+    assert set(over[:6]) == {quantized if delta_dtype else "own"}
     report = asyncio.run(verify(mailbox, backend=TorchBackend(), swept=False))
     assert report.holds, report
     assert report.recomputed >= 6
+
+
+class Round:
+    """Round 0 of a run of one tensor ``w`` of 200 times 200, whose closer is the learner ``me``."""
+
+    def __init__(self, delta_dtype: str | None = None) -> None:
+        self.exchange = Exchange(Viewing(), offload=inline, take=HOST.take)
+        algorithm = gm.DiLoCo(
+            sync_every=2,
+            fragments=1,
+            in_flight=1,
+            delta_dtype=delta_dtype,
+            merge=gm.WeightedMean(),
+        )
+        schema = BACKEND.bind({"w": np.zeros((200, 200), np.float32)}).schema
+        self.fragment = planned(schema, algorithm)[0]
+        key = layout.init_blob_key(0, "0" * 64, layout.RAW_EXT)
+        self.run = read_run(
+            Manifest(
+                schema=schema,
+                plan=(("w",),),
+                algorithm=algorithm.to_json(),
+                init=(Ref(key, "0" * 64, 1),),
+                created_by="me",
+                averaged=(),
+            )
+        )
+        self.collector = Collector(
+            self.run,
+            self.exchange,
+            number=0,
+            backend=BACKEND,
+            offload=inline,
+            announce=lambda event: None,
+        )
+
+    async def stored(self, learner: str, value: float) -> Payload:
+        """A delta of equal values, in the store."""
+        layout_of, buffer = self.fragment.delta, self.fragment.delta.blank(HOST.take)
+        arrays = arrays_over(BACKEND, buffer, layout_of)
+        values = {"w": np.full((200, 200), value, np.float32)}
+        dtype = self.run.algorithm.delta_dtype
+        encode_tensors(BACKEND, values, self.fragment.specs, dtype, arrays)
+        key_of = partial(layout.snapshot_blob_key, 0, learner)
+        sealed = await self.exchange.seal(Sealing(buffer, layout_of), key_of)
+        return await self.exchange.store(sealed)
+
+    async def take(self, learner: str, payload: Payload) -> None:
+        """Have the collector take it in."""
+        record = SnapshotRecord(
+            learner=learner,
+            round=0,
+            local_step=2,
+            steps=2,
+            tokens=2,
+            base_version=0,
+            rounds_seen=-1,
+            step_seconds=0.1,
+            schema_digest=self.run.digest,
+            final=False,
+            payload=payload.ref,
+        )
+        await self.collector.take(learner, record.to_bytes())
+        assert learner in self.collector.accepted
+
+    def merged(self) -> float:
+        """The value that all elements of the merge have."""
+        out = np.zeros((200, 200), np.float32)
+        BACKEND.combine(self.collector.fold.finish().deltas["w"], out)
+        assert (out == out[0, 0]).all()
+        return float(out[0, 0])
+
+
+@pytest.mark.parametrize("own_at", [0, 1, 2])
+@pytest.mark.parametrize("sole", [True, False])
+@pytest.mark.parametrize("delta_dtype", [None, "F4", "BF16"])
+def test_more_than_two_are_summed_where_a_kept_one_lies(
+    own_at: int, delta_dtype: str | None, *, sole: bool
+) -> None:
+    """In this node's own delta, if that is stored and of the form; in one that was decoded."""
+
+    async def main() -> None:
+        one, learners = Round(delta_dtype), ["a", "b", "c", "d"]
+        learners[own_at] = "me"
+        collector, first = one.collector, None
+        own = await one.stored("me", 2.0)
+        own.sole = sole
+        one.exchange.deltas[0] = own
+        for index, learner in enumerate(learners):
+            mine = learner == "me"
+            await one.take(learner, own if mine else await one.stored(learner, 2.0 + 2.0 * index))
+            first = first or collector.decoded
+            assert (collector.summed is not None) == (index >= 2)
+            # Two are kept; what is summed is free.
+            assert collector.fold.holds_contributions == (index < 2)
+            assert (0 in one.exchange.deltas) == (index < max(own_at, 2))
+        expected = first if delta_dtype == "F4" else None
+        if delta_dtype is None and sole and own_at < 2:
+            expected = own.buffer
+        assert (collector.summed is expected) == (expected is not None)
+        assert (collector.summed is own.buffer) == (expected is own.buffer)
+        total = sum(2.0 if who == "me" else 2.0 + 2.0 * i for i, who in enumerate(learners))
+        assert one.merged() == total / 4
+
+    asyncio.run(main())
 
 
 def test_sums_lie_in_the_own_delta_that_was_taken_in_not_in_a_later_one() -> None:
     """One that is published again replaces it; its store may still read the one that counts."""
 
     async def main() -> None:
-        exchange = Exchange(Viewing(), offload=inline, take=HOST.take)
-        algorithm = gm.DiLoCo(sync_every=2, fragments=1, in_flight=1)
-        schema = BACKEND.bind({"w": np.zeros((200, 200), np.float32)}).schema
-        fragment = planned(schema, algorithm)[0]
-
-        async def stored(learner: str, value: float) -> Payload:
-            buffer = fragment.delta.blank(HOST.take)
-            arrays_over(BACKEND, buffer, fragment.delta)["w"][:] = value
-            key_of = partial(layout.snapshot_blob_key, 0, learner)
-            sealed = await exchange.seal(Sealing(buffer, fragment.delta), key_of)
-            return await exchange.store(sealed)
-
-        init = await stored("init", 0.0)
-        manifest = Manifest(
-            schema=schema,
-            plan=(("w",),),
-            algorithm=algorithm.to_json(),
-            init=(replace(init.ref, key=layout.init_blob_key(0, init.ref.sha256, layout.RAW_EXT)),),
-            created_by="me",
-            averaged=(),
-        )
-        run = read_run(manifest)
-        collector = Collector(
-            run,
-            exchange,
-            number=0,
-            expected=2,
-            backend=BACKEND,
-            offload=inline,
-            announce=lambda event: None,
-        )
-
-        async def take(learner: str, payload: Payload) -> None:
-            record = SnapshotRecord(
-                learner=learner,
-                round=0,
-                local_step=2,
-                steps=2,
-                tokens=2,
-                base_version=0,
-                rounds_seen=-1,
-                step_seconds=0.1,
-                schema_digest=run.digest,
-                final=False,
-                payload=payload.ref,
-            )
-            await collector.take(learner, record.to_bytes())
-
-        first = await stored("me", 1.0)
+        one = Round()
+        first = await one.stored("me", 1.0)
         assert not first.sole
-        exchange.deltas[0] = first
-        await take("me", first)
-        await take("b", await stored("b", 2.0))
-        again = await stored("me", 5.0)
+        one.exchange.deltas[0] = first
+        await one.take("me", first)
+        await one.take("b", await one.stored("b", 2.0))
+        again = await one.stored("me", 5.0)
         again.sole = True
-        exchange.deltas[0] = again
-        await take("c", await stored("c", 3.0))
-        assert sorted(collector.accepted) == ["b", "c", "me"]
+        one.exchange.deltas[0] = again
+        await one.take("c", await one.stored("c", 3.0))
         for payload, value in ((first, 1.0), (again, 5.0)):
-            arrays = arrays_over(BACKEND, payload.buffer, fragment.delta)
+            arrays = arrays_over(BACKEND, payload.buffer, one.fragment.delta)
             assert np.array_equal(arrays["w"], np.full((200, 200), value, np.float32))
-        assert collector.summed is not None
-        assert collector.summed is not first.buffer
-        assert collector.summed is not again.buffer
+        assert one.collector.summed is not None
+        assert one.collector.summed is not first.buffer
+        assert one.collector.summed is not again.buffer
+        assert one.merged() == 2.0
 
     asyncio.run(main())

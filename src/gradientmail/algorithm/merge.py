@@ -39,6 +39,9 @@ WEIGHTS = (1e-100, 1e100)
 LARGE = 2**15
 """Elements from which on the cosine takes a tensor's float64 sums instead of fp32 ones."""
 
+KEPT = 2
+"""Contributions that are kept as they came."""
+
 CANCELLING = 0.5
 """Below this share of the largest possible ``‖S‖`` its square is not taken from a dot product."""
 
@@ -83,9 +86,9 @@ class _Contribution:
 class Fold:
     """The contributions to one round of one fragment, folded into one delta as they arrive.
 
-    The first two are kept as they came, and their merge is a combination of their own arrays. A
-    third moves all into two accumulators, so memory does not grow with the number that follow; when
-    more than two are expected, already the first one goes there.
+    The first two are kept as they came, and their merge is a combination of their own arrays. More
+    move all into two accumulators, so memory does not grow with the number that follow. Equal
+    contributions in the same order give equal bytes, whatever else was expected.
     Not safe to use from several threads at once.
     """
 
@@ -96,15 +99,14 @@ class Fold:
         backend: Backend,
         take: Take,
         *,
-        expected: int = 2,
         averaged: Container[str] = (),
-        sum_in: Callable[[Mapping[str, Array]], Mapping[str, Array]] | None = None,
+        sum_in: Callable[[Sequence[Mapping[str, Array]]], Mapping[str, Array]] | None = None,
     ) -> None:
-        """Fold about ``expected`` contributions to ``specs``, in buffers of ``take``.
+        """Fold contributions to ``specs``, in buffers of ``take``.
 
         The tensors named in ``averaged`` take the weighted mean whatever ``merge`` is.
-        ``sum_in`` is given the first contribution's arrays when there have to be sums, and gives
-        F32 ones to sum in; those very ones if they may be written over.
+        ``sum_in`` is given the kept contributions' arrays when there have to be sums, and gives F32
+        ones to sum in: those of one of them, if they may be written over.
         """
         self._specs = tuple(specs)
         self._backend = backend
@@ -117,7 +119,6 @@ class Fold:
         self._dots: Mapping[str, float] = {}
         self._whole_dot = 0.0
         self._sums: _Sums | None = None
-        self._keep = 2 if expected <= 2 else 0
         self.count = 0
 
     def add(
@@ -146,7 +147,7 @@ class Fold:
             self._dots, self._whole_dot = measured.dots, measured.whole_dot
             self._kept.append(new)
         else:
-            self._sum_up(new)
+            self._summed_up().add(new)
         self.count += 1
         return True
 
@@ -176,12 +177,16 @@ class Fold:
     @property
     def keeps_next(self) -> bool:
         """Whether the next contribution is kept as it comes, which is no work."""
-        return self.count < self._keep
+        return self._sums is None and self.count < KEPT
 
     @property
     def holds_contributions(self) -> bool:
         """Whether arrays that were added are still needed."""
         return bool(self._kept)
+
+    def sum_up(self) -> None:
+        """Sum what is kept, so that it is free before more is fetched; ``add`` does it at last."""
+        self._summed_up()
 
     def merged(self) -> Merged:
         """The merge of what was added so far; ``ValueError`` when that is nothing."""
@@ -223,14 +228,15 @@ class Fold:
             for spec in self._specs
         )
 
-    def _sum_up(self, new: _Contribution) -> None:
+    def _summed_up(self) -> "_Sums":
         if self._sums is None:
-            totals = self._sum_in(next(iter(self._kept), new).arrays)
+            totals = self._sum_in([kept.arrays for kept in self._kept])
             self._sums = _Sums(self._direct, self._backend, totals, self._fresh())
-            for kept in self._kept:
+            # First the one that is summed where it lies. For two the order changes no bit.
+            for kept in sorted(self._kept, key=lambda kept: kept.arrays is not totals):
                 self._sums.add(kept)
-            self._kept = []
-        self._sums.add(new)
+            self._kept.clear()
+        return self._sums
 
     def _fresh(self, _: object = None) -> Mapping[str, Array]:
         return {spec.name: fp32_array(self._backend, spec, self._take) for spec in self._specs}
@@ -278,7 +284,7 @@ class _Sums:
         totals: Mapping[str, Array],
         units: Mapping[str, Array],
     ) -> None:
-        """``totals`` may be the first contribution's own arrays, ``units`` are other memory."""
+        """``totals`` may be those of what is added first, ``units`` are other memory."""
         self._direct = direct
         self._backend = backend
         self._totals = totals

@@ -130,7 +130,6 @@ class SimulatedNode:
             schedule=run.schedule,
             handoff=self.handoff,
             make_blank=courier.make_blank,
-            poll_interval=self.settings.poll_interval,
             now=lambda: self._stepped_at,
         )
 

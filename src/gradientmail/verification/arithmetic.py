@@ -76,14 +76,13 @@ class Arithmetic:
 
     # The whole step, where the deltas are still there
 
-    def fold(self, fragment: Fragment, expected: int) -> Fold:
-        """An empty sum of about ``expected`` contributions."""
+    def fold(self, fragment: Fragment) -> Fold:
+        """An empty sum of contributions."""
         return Fold(
             self._run.algorithm.merge,
             fragment.specs,
             self._backend,
             memory,
-            expected=expected,
             averaged=self._run.averaged,
         )
 

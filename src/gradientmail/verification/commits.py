@@ -96,7 +96,7 @@ class Commits:
         """All that the commit lists, one after the other; None when a part of it is gone."""
         arithmetic, fold, final = self._arithmetic, None, True
         if arithmetic is not None:
-            fold = arithmetic.fold(fragment, len(record.participants))
+            fold = arithmetic.fold(fragment)
         for one in record.participants:
             found = await self._contribution(record, fragment, one, complete=complete)
             if found is None:
