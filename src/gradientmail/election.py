@@ -86,7 +86,7 @@ class Election:
         self, began: float, claim: tuple[int, str | None] | None, *, fresh: bool
     ) -> str | None:
         """Why this node should take over now: ``lease``, ``silence`` or not at all."""
-        if claim is None and fresh:
+        if claim is None and (fresh or self._closer == self._learner):  # its own claim has failed
             return "lease"
         closer = claim[1] if claim is not None else self._closer
         if closer not in self._watch.live:
@@ -103,7 +103,7 @@ class Election:
         The listing of leases may be older than the claim of a node that has just joined.
         """
         previous = claim[1] if claim is not None else self._closer
-        if reason == "lease" and previous is not None:
+        if reason == "lease" and previous not in (None, self._learner):
             await self._watch.refresh_leases()
             if previous in self._watch.live:
                 return claim, False

@@ -3,8 +3,10 @@
 import asyncio
 import errno
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import override
 
+import pytest
 from tests.node.worlds import World, happened
 
 from gradientmail.algorithm.diloco import DiLoCo
@@ -119,3 +121,48 @@ def test_who_cannot_delete_its_lease_says_what_becomes_of_it() -> None:
         )
 
     run_virtual(main)
+
+
+class Once(WrappedMailbox):
+    """Fails one put of a key, before or after the store has it; tells when."""
+
+    def __init__(self, inner: Mailbox, key: str, *, lands: bool) -> None:
+        super().__init__(inner)
+        self.key, self.lands = key, lands
+        self.failed_at: float | None = None
+
+    @override
+    async def around[T](self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
+        if self.failed_at is None and call.operation == "put_if_absent" and call.key == self.key:
+            if self.lands:
+                await act()
+            self.failed_at = asyncio.get_running_loop().time()
+            raise OSError(errno.EIO, "Input/output error")
+        return await act()
+
+
+@pytest.mark.parametrize("lands", [False, True])
+@pytest.mark.parametrize("key", ["claims/0000000003/001.json", "rounds/0000000002.json"])
+def test_a_closer_whose_claim_failed_tries_again_a_poll_later(key: str, *, lands: bool) -> None:
+    """Nobody else has a claim on the round: it need not wait for its own silence."""
+
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=4, fragments=2, in_flight=2))
+        node = world.node("a", wrap=partial(Once, key=key, lands=lands), poll=1.0)
+        await node.join()
+        training = asyncio.ensure_future(node.train(100))
+        assert isinstance(node.mailbox, Once)
+        for _ in range(30):
+            await asyncio.sleep(1.0)
+            rounds = world.archive.rounds()
+            if node.mailbox.failed_at is not None and rounds >= 4:
+                break
+        # A poll after the error, one to find that there is no claim, and the round itself.
+        assert rounds >= 4
+        assert node.mailbox.failed_at is not None
+        assert asyncio.get_running_loop().time() - node.mailbox.failed_at <= 6.0
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+        await node.kill()
+
+    run_virtual(main, limit_seconds=500)
