@@ -513,3 +513,4 @@ def test_weight_is_tokens_squared_over_steps() -> None:
     assert contribution_weight(3, 7) == 9 / 7
     assert contribution_weight(2**62, 3) == 2**124 / 3
     assert contribution_weight(0, 0) == 0.0
+    assert contribution_weight(-5, 3) == contribution_weight(5, -3) == 0.0

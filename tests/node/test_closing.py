@@ -99,6 +99,9 @@ def test_hand_written_snapshots_are_judged_by_the_rules() -> None:
         plant_snapshot(archive, 0, "z-good", good)
         plant_snapshot(archive, 0, "no-steps", good, steps=0)
         plant_snapshot(archive, 0, "no-tokens", good, tokens=0)
+        plant_snapshot(archive, 0, "few-tokens", good, tokens=-5)
+        plant_snapshot(archive, 0, "odd-schema", good, schema_digest="other")
+        plant_snapshot(archive, 0, "before-all", good, base_version=-1)
         plant_snapshot(archive, 0, "other-schema", good, schema_digest="0" * 64)
         plant_snapshot(archive, 0, "old", good, base_version=3)
         plant_snapshot(archive, 0, "gone", good, stored=None)
@@ -114,8 +117,10 @@ def test_hand_written_snapshots_are_judged_by_the_rules() -> None:
         found = check_history(archive)
         assert [row["learner"] for row in found[0]["participants"]] == ["a", "z-good"]
         assert found[0]["rejected"] == [
+            ["before-all", "stale"],
             ["cut", "corrupt"],
             ["empty", "corrupt"],
+            ["few-tokens", "zero_steps"],
             ["flipped", "corrupt"],
             ["fragment-1", "corrupt"],
             ["gone", "missing"],
@@ -124,6 +129,7 @@ def test_hand_written_snapshots_are_judged_by_the_rules() -> None:
             ["no-steps", "zero_steps"],
             ["no-tokens", "zero_steps"],
             ["not-finite", "corrupt"],
+            ["odd-schema", "schema"],
             ["old", "stale"],
             ["other-schema", "schema"],
         ]
@@ -181,8 +187,12 @@ def test_judging_needs_nothing_but_the_record() -> None:
     assert reason() is None
     assert reason(final=True) is None
     assert reason(steps=0) == "zero_steps"
+    assert reason(steps=-1) == "zero_steps"
     assert reason(tokens=0) == "zero_steps"
+    assert reason(tokens=-(2**63)) == "zero_steps"
     assert reason(schema_digest="b" * 64) == "schema"
+    assert reason(schema_digest="other") == "schema"
+    assert reason(base_version=-1) == "stale"
     assert reason(base_version=1) == "stale"
     assert reason(base_version=3) == "stale"
 

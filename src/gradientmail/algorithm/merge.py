@@ -48,7 +48,7 @@ CANCELLING = 0.5
 
 def contribution_weight(tokens: int, steps: int) -> float:
     """``tokens² / steps``; 0 for a contribution that counts nothing."""
-    return tokens * tokens / steps if steps > 0 else 0.0
+    return tokens * tokens / steps if steps > 0 and tokens > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ def _check_place(ref: Ref, kind: str, index: int, learner: str | None = None) ->
 _learner = text(is_learner_id, "a learner id (a-z, 0-9 and '-', 64 at most)")
 _sha256 = text(is_sha256, "64 lowercase hexadecimal digits")
 _count = integer()
+_integer = integer(-INT_LIMIT)
 _round = integer(0, layout.MAX_ROUND)
 _ref = instance(Ref, {"key": any_text, "sha256": _sha256, "size": _count})
 
@@ -348,12 +349,13 @@ _READERS: Mapping[type[_Record], Mapping[str, Reader]] = {
         "learner": _learner,
         "round": _round,
         "local_step": _count,
-        "steps": _count,
-        "tokens": _count,
-        "base_version": _count,
+        # Of any value: who merges says what is wrong with the contribution.
+        "steps": _integer,
+        "tokens": _integer,
+        "base_version": _integer,
         "rounds_seen": integer(-1, layout.MAX_ROUND),
         "step_seconds": _seconds,
-        "schema_digest": _sha256,
+        "schema_digest": any_text,
         "final": boolean,
         "payload": _ref,
     },
