@@ -58,16 +58,16 @@ async def uncancelled[T](work: Awaitable[T]) -> T:
         ) from None
 
 
-def start_daemon(work: Callable[[], None], name: str, *, others: int) -> bool:
-    """Start a daemon thread; whether it could be.
+def start_daemon(work: Callable[[], None], name: str, *, others: int) -> threading.Thread | None:
+    """Start a daemon thread; None where that cannot be, as when the interpreter exits.
 
-    It cannot when the interpreter exits. Then the ``others`` serve the calls, and without any
-    ``RuntimeError`` is raised.
+    Then the ``others`` serve the calls, and without any ``RuntimeError`` is raised.
     """
+    thread = threading.Thread(target=work, name=name, daemon=True)
     try:
-        threading.Thread(target=work, name=name, daemon=True).start()
+        thread.start()
     except RuntimeError:
         if not others:
             raise
-        return False
-    return True
+        return None
+    return thread

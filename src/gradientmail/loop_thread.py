@@ -4,6 +4,7 @@ import asyncio
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -13,6 +14,9 @@ from gradientmail.calls import PendingCall, start_daemon
 
 HASHES = 2 if (os.cpu_count() or 1) > 2 else 1
 """Hashes at a time. Of two cores, a second one would only take one from the training."""
+
+LAST_CALLS_SECONDS = 0.2
+"""How long whoever stops waits for calls under way; one that hangs in a store ends later."""
 
 
 class DaemonExecutor(ThreadPoolExecutor):
@@ -27,7 +31,7 @@ class DaemonExecutor(ThreadPoolExecutor):
         self._calls: queue.SimpleQueue[PendingCall[Any] | None] = queue.SimpleQueue()
         self._free = threading.Semaphore(0)
         self._lock = threading.Lock()
-        self._started = 0
+        self._started: list[threading.Thread] = []
         self._limit = max_workers
         self._name = name
 
@@ -37,16 +41,22 @@ class DaemonExecutor(ThreadPoolExecutor):
         call = PendingCall(partial(fn, *args, **kwargs))
         self._calls.put(call)
         with self._lock:
-            if not self._free.acquire(blocking=False) and self._started < self._limit:
-                name = f"{self._name}-{self._started + 1}"
-                self._started += start_daemon(self._work, name, others=self._started)
+            started = len(self._started)
+            if not self._free.acquire(blocking=False) and started < self._limit:
+                thread = start_daemon(self._work, f"{self._name}-{started + 1}", others=started)
+                self._started += [] if thread is None else [thread]
         return call.future
 
     @override
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let the threads end when their calls have; they are never waited for."""
-        for _ in range(self._started):
+        """Let the threads end when their calls have; they are not waited for."""
+        for _ in self._started:
             self._calls.put(None)
+
+    def join(self, ends: float) -> None:
+        """Wait for the threads, until ``ends`` by ``time.monotonic`` at most."""
+        for thread in self._started:
+            thread.join(max(ends - time.monotonic(), 0.0))
 
     def _work(self) -> None:
         while True:
@@ -137,9 +147,12 @@ class LoopThread:
         """Cancel what runs, end the loop; wait for its thread at most ``patience`` seconds."""
         self.notify(self._cancel_all)
         self._thread.join(patience)
-        self._tensors.shutdown()
-        self._hashes.shutdown()
-        self._blocking.shutdown()
+        executors = (self._tensors, self._hashes, self._blocking)
+        for executor in executors:
+            executor.shutdown()
+        ends = time.monotonic() + LAST_CALLS_SECONDS
+        for executor in executors:
+            executor.join(ends)
 
     def _cancel_all(self) -> None:
         tasks = asyncio.all_tasks(self.loop)

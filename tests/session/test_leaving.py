@@ -1,6 +1,7 @@
 """How a session ends: cleanly, by an exception, with a store that hangs, with the interpreter."""
 
 import asyncio
+import contextlib
 import itertools
 import signal
 import subprocess
@@ -756,3 +757,28 @@ def test_events_are_logged_by_default(caplog: pytest.LogCaptureFixture) -> None:
     assert any(
         line.startswith("round 0: committed version 1 of fragment 0 from me") for line in said
     )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_thread_is_left_when_the_block_has_ended(*, fails: bool) -> None:
+    """Not for a moment: who looks at once finds none."""
+    for name in ("a", "b", "c"):
+        model, mailbox = net(), gm.MemoryMailbox()
+        with (
+            pytest.raises(RuntimeError) if fails else contextlib.nullcontext(),
+            gm.Session(
+                model,
+                algorithm=ALGORITHM,
+                mailbox=mailbox,
+                learner_id=name,
+                callbacks=(),
+                **QUICK,
+            ) as session,
+        ):
+            for step in range(6):
+                train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step)
+                session.step(samples=1)
+            if fails:
+                raise RuntimeError
+        left = [thread.name for thread in threading.enumerate()]
+        assert [one for one in left if one.startswith(f"gradientmail-{name}")] == []

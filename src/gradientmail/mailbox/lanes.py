@@ -45,7 +45,7 @@ class Lanes:
             (self._bulk if bulk else self._short).append(call)
             if self._idle < len(self._short) + len(self._bulk) and self._threads < self._width:
                 name = f"{self._name}-{self._threads + 1}"
-                self._threads += start_daemon(self._work, name, others=self._threads)
+                self._threads += start_daemon(self._work, name, others=self._threads) is not None
             self._changed.notify()
         return call.future
 
