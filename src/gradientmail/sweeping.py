@@ -5,7 +5,7 @@ payloads of rounds up to r − 2P. Manifest, initial payloads and round records 
 
 Usually everything is deleted by keys that the closer knows, which costs no listing. What it cannot
 know of (a late snapshot, a crash between commit and sweep, a lost race's payloads) is found by the
-thorough sweep, which lists four prefixes: by a closer that is new in the role, after snapshots that
+thorough sweep, which lists three prefixes: by a closer that is new in the role, after snapshots that
 came late, and once in 4·P rounds.
 """
 
@@ -63,11 +63,6 @@ def stale(key: str, number: int, fragments: int) -> bool:
 
 async def sweep_thoroughly(exchange: Exchange, number: int, fragments: int) -> None:
     """List and delete everything that the commit of round ``number`` made unnecessary."""
-    for prefix in (
-        layout.SNAPSHOTS,
-        layout.BLOBS_SNAPSHOTS,
-        layout.CLAIMS,
-        layout.BLOBS_ROUNDS,
-    ):
+    for prefix in (layout.SNAPSHOTS, layout.BLOBS, layout.CLAIMS):
         keys = await exchange.keys(prefix)
         await exchange.delete(key for key in keys if stale(key, number, fragments))
