@@ -5,8 +5,8 @@ payloads of rounds up to r − 2P. Manifest, initial payloads and round records 
 
 Usually everything is deleted by keys that the closer knows, which costs no listing. What it cannot
 know of (a late snapshot, a crash between commit and sweep, a lost race's payloads) is found by the
-thorough sweep, which lists three prefixes: by a closer that is new in the role, after snapshots that
-came late, and once in 4·P rounds.
+thorough sweep, which lists three prefixes: by a closer that is new in the role, after snapshots
+that came late, and once in 4·P rounds.
 """
 
 from collections.abc import Iterable

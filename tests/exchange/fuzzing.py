@@ -50,7 +50,7 @@ SPECS = (
 )
 LAYOUT = PayloadLayout(SPECS)
 PAYLOAD = bytes(own_bytes(LAYOUT, random_data(list(SPECS))))
-TAKEN_AT_MOST = 2 * LAYOUT.nbytes
+TAKEN_AT_MOST = LAYOUT.most_bytes
 
 
 def take(nbytes: int) -> memoryview:

@@ -45,21 +45,20 @@ def compress(layout: PayloadLayout, payload: Buffer, take: Take) -> memoryview:
 def decompress(layout: PayloadLayout, stored: Buffer, take: Take) -> memoryview:
     """The payload of ``layout`` that ``stored`` is the stored form of, in a buffer from ``take``.
 
-    ``PayloadCorrupt`` when it is not exactly one frame holding the right number of bytes and a
-    header for these tensors.
+    ``PayloadCorrupt`` when it is not exactly one frame holding these tensors and a header for them,
+    which need not be the one that this package writes.
     """
     zstandard = require_zstandard()
     source = memoryview(stored).cast("B")
-    out = take(layout.nbytes)
     try:
-        _check_frame(zstandard, source, layout.nbytes)
-        _read_frame(zstandard, source, out)
+        nbytes = _check_frame(zstandard, source, layout)
+        out = _read_frame(zstandard, source, take(nbytes or layout.most_bytes), nbytes)
     except zstandard.ZstdError as error:
         raise PayloadCorrupt(f"payload is not valid zstd: {error}") from None
     slots = layout.check(out)
     if not any(map(_is_wide, slots.values())):
         return out
-    return _each_slot(slots, out, take(layout.nbytes), unshuffle)
+    return _each_slot(slots, out, take(out.nbytes), unshuffle)
 
 
 def require_zstandard() -> Any:
@@ -76,14 +75,21 @@ def _bound(nbytes: int) -> int:
     return nbytes + nbytes // 256 + 1024
 
 
-def _check_frame(zstandard: Any, source: memoryview, nbytes: int) -> None:
-    """Refuse, before any decoding, what cannot be one frame of ``nbytes``."""
+def _check_frame(zstandard: Any, source: memoryview, layout: PayloadLayout) -> int | None:
+    """Refuse, before any decoding, what cannot be one frame of a payload.
+
+    How many bytes it says that it holds, None if it does not say.
+    """
     frame = zstandard.get_frame_parameters(source)
-    if frame.content_size not in (nbytes, zstandard.CONTENTSIZE_UNKNOWN):
-        raise PayloadCorrupt(f"payload should have {nbytes} bytes, not {frame.content_size}")
-    end = _frame_end(source, zstandard.frame_header_size(source), blocks=16 + nbytes // 256)
+    nbytes = None if frame.content_size == zstandard.CONTENTSIZE_UNKNOWN else frame.content_size
+    data = layout.nbytes - len(layout.header)
+    if nbytes is not None and not data < nbytes <= layout.most_bytes:
+        raise PayloadCorrupt(f"payload should have {layout.nbytes} bytes, not {nbytes}")
+    blocks = 16 + layout.most_bytes // 256
+    end = _frame_end(source, zstandard.frame_header_size(source), blocks)
     if end + 4 * frame.has_checksum != source.nbytes:
         raise PayloadCorrupt("compressed payload is truncated or does not end with its frame")
+    return nbytes
 
 
 def _frame_end(source: memoryview, position: int, blocks: int) -> int:
@@ -102,13 +108,16 @@ def _frame_end(source: memoryview, position: int, blocks: int) -> int:
     raise PayloadCorrupt("compressed payload is truncated, or cut into too many blocks")
 
 
-def _read_frame(zstandard: Any, source: memoryview, out: memoryview) -> None:
-    """Fill ``out`` with the frame's content, which must fit exactly."""
+def _read_frame(
+    zstandard: Any, source: memoryview, out: memoryview, nbytes: int | None
+) -> memoryview:
+    """The frame's content in ``out``, all of which it fills if it is to have ``nbytes``."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=max(out.nbytes, _WINDOW))
     reader = decompressor.stream_reader(source)
     read = reader.readinto(out)
-    if read != out.nbytes or reader.read(1):
-        raise PayloadCorrupt(f"compressed payload does not hold {out.nbytes} bytes")
+    if read != (nbytes or read) or reader.read(1):
+        raise PayloadCorrupt(f"compressed payload does not hold {nbytes or out.nbytes} bytes")
+    return out[:read]
 
 
 # Shuffling

@@ -101,6 +101,16 @@ class PayloadLayout:
                 return stop
         return self.nbytes
 
+    @property
+    def most_header(self) -> int:
+        """Bytes of the longest header that is read: another order, padding, some free text."""
+        return 8 * len(self.header) + 2**16
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the largest payload that is read."""
+        return self.nbytes - len(self.header) + _LENGTH_BYTES + self.most_header
+
     def check(self, buffer: Buffer) -> Mapping[str, Slot]:
         """The slots of ``buffer``, which must hold exactly these tensors, else ``PayloadCorrupt``.
 
@@ -116,7 +126,7 @@ class PayloadLayout:
 
     def _foreign(self, view: memoryview) -> Mapping[str, Slot]:
         """Slots from a header that is not ours, in the order of the data."""
-        entries, base = _read_header(view, limit=8 * len(self.header) + 2**16)
+        entries, base = _read_header(view, limit=self.most_header)
         if entries.keys() != self.slots.keys():
             missing = self.slots.keys() - entries.keys()
             extra = entries.keys() - self.slots.keys()
