@@ -45,10 +45,10 @@ class NextByte(nn.Module):
 
 
 def main() -> None:
-    """Join the run, train for some rounds, leave, and measure what was committed."""
+    """Join the run, train until it has some rounds, leave, and measure what was committed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("folder", help="where the run is, or a new one is to be")
-    parser.add_argument("--rounds", type=int, default=100, help="rounds to take part in")
+    parser.add_argument("--rounds", type=int, default=100, help="train until the run has so many")
     parser.add_argument("--learners", type=int, default=1, help="begin when so many have joined")
     options = parser.parse_args()
 
@@ -70,8 +70,7 @@ def main() -> None:
         barrier = Barrier(mailbox=mailbox, learner_id=session.learner_id)
         barrier.wait("start", parties=options.learners)
         print(f"{session.learner_id} trains in MLX, from round {session.rounds_seen + 1} on")
-        last = session.rounds_seen + options.rounds
-        while session.rounds_seen < last:
+        while session.rounds_seen + 1 < options.rounds:
             _, gradients = loss_and_gradients(mx.array(draw(training, BATCH, random)))
             optimizer.update(model, gradients)
             mx.eval(model.parameters(), optimizer.state)

@@ -75,7 +75,7 @@ SENTENCES: list[tuple[Event, str]] = [
     ),
     (
         TookOver(round=2, previous=None, reason="silence", after_seconds=3.0),
-        "round 2: takes over from its closer, which has fallen silent, after 3.0 s",
+        "round 2: takes over from its closer, whose record has not come, after 3.0 s",
     ),
     (
         events.SnapshotRejected(round=2, learner="b", reason="stale", detail="too old"),
@@ -139,8 +139,8 @@ SENTENCES: list[tuple[Event, str]] = [
     (
         events.ClosingWaits(rounds=(3, 4), at_most_seconds=150.2),
         (
-            "closing waits for round 3, 4 to be committed, and leaves without it when nothing is "
-            "for 150 s; Ctrl-C leaves now"
+            "closing waits for round 3, 4 to be committed, and leaves when no commit comes for "
+            "150 s; Ctrl-C leaves now"
         ),
     ),
     (

@@ -176,6 +176,17 @@ def test_twins_of_two_frameworks_join_one_run(tmp_path: Path) -> None:
         assert found, lines
         assert int(found[1]) >= 15
         assert float(found[2]) < 8.0
+    # Who comes back when the run has its rounds trains no more.
+    rounds = sorted(run.glob("rounds/*.json"))
+    again = subprocess.run(
+        [sys.executable, str(EXAMPLES / "mlx_learner.py"), str(run), "--rounds", "16"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=True,
+    )
+    assert again.stdout.splitlines()[-1].startswith(f"round {len(rounds) - 1}: ")
+    assert sorted(run.glob("rounds/*.json")) == rounds
     alone = [sys.executable, str(EXAMPLES / "torch_learner.py"), str(tmp_path / "b")]
     waiting = subprocess.Popen(
         [*alone, "--learners", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import re
+import signal
 import socket
 from collections.abc import Callable
 from functools import cache
@@ -75,6 +76,14 @@ def resumed(names: dict[str, Any]) -> None:
     assert state["position"] == names["position"]
     assert state["session"]["local_step"] == names["position"]
     assert names["saved"] is None
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert callable(handler)
+    assert ended.value.code == 128 + signal.SIGTERM
     exec(snippets()["Stopping and starting again"][0], names)
     assert dict(names)["saved"]["position"] == names["position"]
 

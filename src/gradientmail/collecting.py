@@ -144,11 +144,20 @@ class Collector:
         verdict = judge(record, digest=self._run.digest, base_version=self.base_version)
         if verdict is None:
             verdict = await self._fold_in(record)
+        if verdict is not None and verdict[0] == "missing" and await self._is_over():
+            return  # another node has committed the round, and swept
         if verdict is not None:
             self._reject(learner, *verdict)
         else:
             self.rejected.pop(learner, None)
             self.accepted[learner] = record
+
+    async def _is_over(self) -> bool:
+        """Whether the round has a record."""
+        try:
+            return await self._exchange.round(self.number) is not None
+        except ProtocolError:
+            return False
 
     async def _fold_in(self, record: SnapshotRecord) -> tuple[str, str] | None:
         if self.fold.holds_contributions and not self.fold.keeps_next:

@@ -133,7 +133,7 @@ class TookOver(Event):
 
     def __str__(self) -> str:
         who = self.previous or "its closer"
-        why = "whose lease is gone" if self.reason == "lease" else "which has fallen silent"
+        why = "whose lease is gone" if self.reason == "lease" else "whose record has not come"
         return f"round {self.round}: takes over from {who}, {why}, after {self.after_seconds:.1f} s"
 
 
@@ -309,8 +309,8 @@ class ClosingWaits(Event):
     def __str__(self) -> str:
         rounds = ", ".join(map(str, self.rounds))
         return (
-            f"closing waits for round {rounds} to be committed, and leaves without it when "
-            f"nothing is for {self.at_most_seconds:.0f} s; Ctrl-C leaves now"
+            f"closing waits for round {rounds} to be committed, and leaves when no commit comes "
+            f"for {self.at_most_seconds:.0f} s; Ctrl-C leaves now"
         )
 
 

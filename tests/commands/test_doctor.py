@@ -293,6 +293,24 @@ def test_what_was_out_of_time_is_not_called_fit_and_leaves_nothing() -> None:
     ]
 
 
+class ReadOnly(MemoryMailbox):
+    """Whose credentials may not write."""
+
+    @override
+    async def put_if_absent(self, key: str, data: Buffer, /) -> bool:
+        raise MailboxRefused("403 AccessDenied")
+
+    @override
+    async def delete(self, keys: Iterable[str], /) -> None:
+        raise MailboxRefused("403 AccessDenied")
+
+
+def test_what_was_never_written_need_not_be_removed() -> None:
+    report = examined(ReadOnly())
+    assert not report.usable
+    assert "tidy" not in {finding.check for finding in report.findings}
+
+
 def test_what_cannot_be_removed_is_named() -> None:
     report = examined(LosesDeletes())
     tidy = report.findings[-1]

@@ -209,13 +209,19 @@ def test_clock_and_credentials_are_waited_for_once_the_store_has_answered(code: 
     assert words.get(code, "renew them") in str(first)
 
 
-def test_a_certificate_that_is_not_trusted_is_reported() -> None:
+def test_a_server_that_tls_cannot_be_had_with_is_reported() -> None:
     error = botocore.exceptions.SSLError(
         endpoint_url="https://x", error=ValueError("[SSL: CERTIFICATE_VERIFY_FAILED] failed")
     )
     shown = translate(error, "getting 'a'", answered=False)
     assert type(shown) is MailboxRefused
     assert "AWS_CA_BUNDLE" in str(shown)
+    plain = botocore.exceptions.SSLError(
+        endpoint_url="https://x", error=ValueError("[SSL: WRONG_VERSION_NUMBER] wrong version")
+    )
+    shown = translate(plain, "getting 'a'", answered=False)
+    assert type(shown) is MailboxRefused
+    assert str(shown).endswith("the server answers without TLS: write http:// for https:// there")
     other = botocore.exceptions.SSLError(endpoint_url="https://x", error=ValueError("EOF occurred"))
     assert type(translate(other, "getting 'a'", answered=False)) is MailboxUnavailable
 

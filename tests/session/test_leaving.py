@@ -782,3 +782,35 @@ def test_no_thread_is_left_when_the_block_has_ended(*, fails: bool) -> None:
                 raise RuntimeError
         left = [thread.name for thread in threading.enumerate()]
         assert [one for one in left if one.startswith(f"gradientmail-{name}")] == []
+
+
+def test_a_process_that_exits_on_sigterm_leaves_no_lease(tmp_path: Path) -> None:
+    """As docs/your-training-loop.md has it for Slurm and spot machines."""
+    script = """
+    import signal, sys, time
+    import torch
+    import gradientmail as gm
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with gm.Session(torch.nn.Linear(2, 2), algorithm=gm.DiLoCo(2, 1, in_flight=1),
+                    mailbox=gm.FilesystemMailbox(sys.argv[1]), learner_id="a") as session:
+        print("trains", flush=True)
+        while True:
+            session.step(samples=1)
+            time.sleep(0.01)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "trains\n"
+        assert list(tmp_path.glob("leases/a/*.json"))
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+    assert list(tmp_path.glob("leases/a/*.json")) == []

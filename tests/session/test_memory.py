@@ -124,7 +124,7 @@ class Round:
         sealed = await self.exchange.seal(Sealing(buffer, layout_of), key_of)
         return await self.exchange.store(sealed)
 
-    async def take(self, learner: str, payload: Payload) -> None:
+    async def take(self, learner: str, payload: Payload, *, accepted: bool = True) -> None:
         """Have the collector take it in."""
         record = SnapshotRecord(
             learner=learner,
@@ -140,7 +140,7 @@ class Round:
             payload=payload.ref,
         )
         await self.collector.take(learner, record.to_bytes())
-        assert learner in self.collector.accepted
+        assert (learner in self.collector.accepted) == accepted
 
     def merged(self) -> float:
         """The value that all elements of the merge have."""
@@ -205,5 +205,28 @@ def test_sums_lie_in_the_own_delta_that_was_taken_in_not_in_a_later_one() -> Non
         assert one.collector.summed is not first.buffer
         assert one.collector.summed is not again.buffer
         assert one.merged() == 2.0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_what_was_swept_with_its_round_is_not_called_missing(
+    monkeypatch: pytest.MonkeyPatch, *, committed: bool
+) -> None:
+    """Another node has committed the round meanwhile: nothing is damaged or lost."""
+
+    async def main() -> None:
+        one = Round()
+        payload = await one.stored("b", 1.0)
+
+        async def round_of(number: int) -> object:
+            return object() if committed and number == 0 else None
+
+        monkeypatch.setattr(one.exchange, "round", round_of)
+        await one.exchange.delete((payload.ref.key,))
+        one.exchange.forget(payload)
+        await one.take("b", payload, accepted=False)
+        assert one.collector.rejected == ({} if committed else {"b": "missing"})
+        assert one.collector.accepted == {}
 
     asyncio.run(main())

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gradientmail.errors import MailboxUnavailable
+from gradientmail.errors import MailboxRefused, MailboxUnavailable
 from gradientmail.mailbox.base import Mailbox, flat
 
 RACERS = 16
@@ -68,8 +68,14 @@ class Examination:
     async def put(self, name: str, data: bytes, *, box: int = 0) -> bool:
         """Create ``name`` in the folder."""
         key = self.folder + name
+        known = key in self.written
         self.written.add(key)
-        return await self.persist(lambda: self.boxes[box].put_if_absent(key, data))
+        try:
+            return await self.persist(lambda: self.boxes[box].put_if_absent(key, data))
+        except MailboxRefused:
+            if not known:  # and so there is nothing to remove
+                self.written.discard(key)
+            raise
 
     async def get(self, name: str, *, box: int = 1) -> bytes | None:
         """Its bytes."""

@@ -5,6 +5,7 @@ It works in a folder of its own beside the run's objects, which it never touches
 
 import argparse
 import json
+import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -89,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.price_egress,
     )
     extent = Extent(arguments.large * 2**20, arguments.keys, arguments.samples, arguments.seconds)
-    report = examined(arguments.url, extent)
+    report = examined(arguments.url, extent, quiet=arguments.json)
     costs = bill.monthly_dollars(plan, prices)
     if arguments.json:
         shown = {
@@ -107,13 +108,19 @@ def run(arguments: argparse.Namespace) -> int:
     return FINE if report.usable else FAULTY
 
 
-def examined(url: str, extent: Extent) -> Report:
-    """Examine the store at ``url``; whatever happens, nothing stays there."""
+def examined(url: str, extent: Extent, *, quiet: bool = True) -> Report:
+    """Examine the store at ``url``; whatever happens, nothing stays there.
+
+    Unless ``quiet`` it says so at once: a store that does not answer takes all the time there is.
+    """
     new = _new_folders(url)
     thread = LoopThread("gradientmail-doctor")
     try:
         boxes = (open_mailbox(url), open_mailbox(url))
         store = Examination(boxes)
+        if not quiet:
+            said = f"examining the store, for {extent.seconds:g} s at most"
+            print(said, file=sys.stderr, flush=True)
         try:
             report = thread.call(examine(store, extent), extent.seconds + CLEAN_SECONDS)
         finally:

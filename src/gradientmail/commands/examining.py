@@ -180,10 +180,12 @@ async def cleaned(store: Examination) -> tuple[Finding, ...]:
         async with asyncio.timeout(CLEAN_SECONDS):
             left = await store.clean()
     except (GradientMailError, OSError, TimeoutError) as error:
-        left, reason = sorted(store.written), f" ({error})"
+        if not store.written:
+            return ()
+        detail = f"objects below {store.folder} may be left, which could not be removed ({error})"
     else:
-        reason = ""
-    if not left:
-        return ()
-    detail = f"{len(left)} objects below {store.folder} could not be removed{reason}"
+        if not left:
+            return ()
+        objects = "1 object" if len(left) == 1 else f"{len(left)} objects"
+        detail = f"{objects} below {store.folder} could not be removed"
     return (Finding("tidy", "warning", detail, "remove that folder by hand"),)

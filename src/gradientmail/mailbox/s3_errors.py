@@ -164,11 +164,14 @@ EXPIRED_ADVICE = (
     "~/.aws, instance role; for single sign-on: aws sso login)"
 )
 CLOCK_ADVICE = "this machine's clock is wrong: set it (the store's says {time})"
-UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
-CERTIFICATE_ADVICE = (
-    "the server's certificate is not trusted here: check the endpoint, or name the authority's "
-    "file in AWS_CA_BUNDLE"
-)
+TLS_ADVICE = {
+    "CERTIFICATE_VERIFY_FAILED": (
+        "the server's certificate is not trusted here: check the endpoint, or name the authority's "
+        "file in AWS_CA_BUNDLE"
+    ),
+    "WRONG_VERSION_NUMBER": "the server answers without TLS: write http:// for https:// there",
+}
+"""By what OpenSSL calls it: no TLS with this server, however often it is tried."""
 
 
 def code_of(error: BaseException) -> tuple[str, int]:
@@ -190,7 +193,7 @@ def meaning_of(error: BaseException) -> Meaning | None:
             return STATUSES[status]
         return Meaning.UNAVAILABLE if status >= 500 else Meaning.REFUSED
     names = [kind.__name__ for kind in type(error).__mro__]
-    if "SSLError" in names and UNTRUSTED in str(error):
+    if "SSLError" in names and _tls_advice(error):
         return Meaning.REFUSED
     return next((CLASSES[name] for name in names if name in CLASSES), None)
 
@@ -230,13 +233,18 @@ def _advice(error: BaseException, meaning: Meaning) -> str:
     code, status = code_of(error)
     if meaning is Meaning.UNSUPPORTED:
         return UNSUPPORTED_ADVICE
-    if UNTRUSTED in str(error):
-        return CERTIFICATE_ADVICE
+    if advice := _tls_advice(error):
+        return advice
     if code in ADVICE:
         return ADVICE[code]
     if status in ADVICE_BY_STATUS:
         return ADVICE_BY_STATUS[status]
     return "check the arguments of S3Mailbox, and boto3's configuration on this machine"
+
+
+def _tls_advice(error: BaseException) -> str:
+    """What to do about an error of TLS that stays; empty for any other."""
+    return next((advice for name, advice in TLS_ADVICE.items() if name in str(error)), "")
 
 
 def _server_time(error: BaseException) -> str:
