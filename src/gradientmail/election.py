@@ -55,8 +55,9 @@ class Election:
         None when the round was committed by another node meanwhile, or this node is leaving.
         """
         began = self._clock.now()
-        looked, self._fresh = self._fresh, False
-        fresh = looked
+        # Or it closed the round before, and its claim on this one failed: nobody else has the role.
+        fresh = looked = self._fresh or self._closer == self._learner
+        self._fresh = False
         claim = await self._exchange.last_claim(number) if looked else None
         while self._watch.next_round == number and not self._stopping.is_set():
             changed = self._watch.changed.next
@@ -86,7 +87,7 @@ class Election:
         self, began: float, claim: tuple[int, str | None] | None, *, fresh: bool
     ) -> str | None:
         """Why this node should take over now: ``lease``, ``silence`` or not at all."""
-        if claim is None and (fresh or self._closer == self._learner):  # its own claim has failed
+        if claim is None and fresh:
             return "lease"
         closer = claim[1] if claim is not None else self._closer
         if closer not in self._watch.live:
