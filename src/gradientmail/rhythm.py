@@ -15,6 +15,9 @@ SOONER_POLLS = 2
 LONGEST_PAUSE_SECONDS = 30.0
 """Between two looks, whatever the rounds take: an unusual commit is not overlooked for longer."""
 
+LEAST_PAUSE = 0.01
+"""Of a poll: a shorter one is none. What a clock rounds away would be waited for without end."""
+
 
 class Rhythm:
     """Of one node's commits, on its own clock."""
@@ -95,5 +98,6 @@ class Turn:
             self._number, self._since = number, now
         if number is None:
             return LONGEST_PAUSE_SECONDS
-        waited = now - self._since
-        return 0.0 if due_seconds > self._poll_interval else max(self._poll_interval - waited, 0.0)
+        left = self._since + self._poll_interval - now
+        is_time = due_seconds > self._poll_interval or left <= LEAST_PAUSE * self._poll_interval
+        return 0.0 if is_time else left

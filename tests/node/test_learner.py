@@ -237,6 +237,7 @@ def test_others_snapshots_are_looked_for_when_the_own_is_late(due: float) -> Non
     assert turn.pause(None, 0.0, 10.0) == LONGEST_PAUSE_SECONDS
     assert turn.pause(3, due, 20.0) == (0.0 if due > 1.0 else 1.0)
     assert turn.pause(3, due, 20.75) == (0.0 if due > 1.0 else 0.25)
+    assert turn.pause(3, due, 21.0 - 1e-9) == 0.0  # what a clock rounds away is not waited for
     assert turn.pause(3, due, 21.0) == 0.0
     assert turn.pause(3, due, 99.0) == 0.0
     assert turn.pause(4, 0.2, 99.0) == 1.0
