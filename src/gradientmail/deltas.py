@@ -9,6 +9,7 @@ from gradientmail.algorithm.precision import (
     QUANTIZED,
     Take,
     encode_difference,
+    fp32_array,
     scale_name,
 )
 from gradientmail.backend.base import Array, Backend
@@ -62,8 +63,12 @@ def _quantized(
     out = arrays_over(backend, buffer, fragment.delta)
     bad = encode_difference(backend, anchor, theta, fragment.specs, dtype, out, take)
     if dtype == "F8_E4M3":  # a value that rounds up to 2**128 is infinite to whoever decodes it
-        scales = ((spec.name, float(out[scale_name(spec.name)])) for spec in fragment.specs)
-        bad += [name for name, scale in scales if scale >= LARGEST_QUANTIZED / 2**7]
+        for spec in fragment.specs:
+            scale = out[scale_name(spec.name)]
+            if float(scale) >= LARGEST_QUANTIZED / 2**7:
+                decoded = fp32_array(backend, spec, take)
+                backend.decode(out[spec.name], dtype, scale, decoded)
+                bad += [] if backend.is_finite(decoded) else [spec.name]
     if bad:
         encode_difference(backend, anchor, anchor, fragment.specs, dtype, out, take)
-    return Delta(buffer, None, tuple(bad))
+    return Delta(buffer, None, tuple(dict.fromkeys(bad)))

@@ -1,6 +1,7 @@
 """A NaN in one learner never reaches the others, and does not stop the run."""
 
 import asyncio
+import json
 import math
 from collections.abc import Callable
 
@@ -193,6 +194,40 @@ def test_a_delta_too_large_for_its_format_does_not_stop_a_node_alone(dtype: str 
         for record in records(world.archive):
             assert [row["learner"] for row in record["participants"]] == ["a"]
         assert all(v.isfinite().all() for v in values(model_of(node)).values())
+        await node.kill()
+
+    run_virtual(main, limit_seconds=2000)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F4"])
+@pytest.mark.parametrize(("far", "held"), [(2e38, True), (3.3e38, False)])
+def test_a_delta_that_its_format_can_hold_is_published_however_large(
+    dtype: str, far: float, *, held: bool
+) -> None:
+    """E4M3 has 2e38 as 144 or 160 times 2¹²⁰; 3.3e38 would be 256 times that, which is infinite."""
+
+    def jump(model: object, local_step: int) -> None:
+        assert isinstance(model, torch.nn.Module)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(-far if local_step == 3 else 0.0)
+
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=4, fragments=1, in_flight=1, delta_dtype=dtype))
+        model = Tiny(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        node = world.node("a", change=jump, model=model)
+        await node.join()
+        await node.train(4)
+        await asyncio.sleep(2.0)
+        told = happened(node, ParametersNotFinite)
+        snapshot = json.loads(world.archive.ever["snapshots/0000000000/a.json"][0])
+        if held or dtype == "F4":
+            assert (told, snapshot["steps"]) == ([], 4)
+        else:
+            assert snapshot["steps"] == 0
         await node.kill()
 
     run_virtual(main, limit_seconds=2000)
