@@ -108,6 +108,7 @@ class Courier:
             others = (handoff.waits_for, self._watch.others_in(handoff.waits_for))
             if others != handoff.others:
                 handoff.others = others
+                self._told_at = self._told_at if handoff.news else self._clock.now()
                 handoff.tell()
 
     def _explain(self) -> str:
@@ -395,6 +396,5 @@ class Courier:
                     break
         arrivals.append(arrival)
         self._posted[arrival.record.fragment] = arrival.record.round
-        if not self._handoff.news:
-            self._told_at = self._clock.now()
+        self._told_at = self._told_at if self._handoff.news else self._clock.now()
         self._handoff.tell()
