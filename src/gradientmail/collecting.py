@@ -1,7 +1,7 @@
 """One round's contributions: judged, fetched, checked and folded in as they appear."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from gradientmail.algorithm.merge import Fold, Measured, contribution_weight
@@ -60,14 +60,12 @@ class Collector:
         """Where the deltas of all those lie, as far as their records can be read."""
         self._judged: dict[str, bytes] = {}
         """Their records. Who was rejected may publish another one while the round is open."""
-        self.fold = Fold(
-            run.algorithm.merge,
-            self.fragment.specs,
-            backend,
-            exchange.take,
-            averaged=run.averaged,
-            sum_in=self._sum_in,
-        )
+        self._run = run
+        self._exchange = exchange
+        self._backend = backend
+        self._offload = offload
+        self._announce = announce
+        self.fold = self._empty_fold()
         self.decoded: memoryview | None = None
         """Where the last contribution was decoded; its merge may be written over it."""
         self.summed: memoryview | None = None
@@ -76,11 +74,16 @@ class Collector:
         """This node's own delta and its arrays, while the fold has them."""
         self._first_decoded: tuple[memoryview, Mapping[str, Array]] | None = None
         """Where the first contribution was decoded, if it was, and its arrays."""
-        self._run = run
-        self._exchange = exchange
-        self._backend = backend
-        self._offload = offload
-        self._announce = announce
+
+    def _empty_fold(self) -> Fold:
+        return Fold(
+            self._run.algorithm.merge,
+            self.fragment.specs,
+            self._backend,
+            self._exchange.take,
+            averaged=self._run.averaged,
+            sum_in=self._sum_in,
+        )
 
     @property
     def reported(self) -> set[str]:
@@ -124,6 +127,19 @@ class Collector:
             if learner not in self.accepted and self._judged.get(learner) != raw
         )
         return sorted(fresh, key=lambda learner: (learner != mine, learner))
+
+    async def settle(self) -> None:
+        """Nothing more comes. Two that were summed for a third that was rejected come once more.
+
+        So that equal contributions give equal bytes. ``PayloadCorrupt`` if one is gone meanwhile.
+        """
+        if self.fold.sums_too_few:
+            self.fold = self._empty_fold()
+            self.decoded = self.summed = self._own = self._first_decoded = None
+            for record in self.accepted.values():
+                verdict = await self._fold_in(record)
+                if verdict is not None:
+                    raise PayloadCorrupt(verdict[1])
 
     def release(self) -> None:
         """Let go of the contributions themselves, which are merged; the records stay."""
@@ -190,23 +206,23 @@ class Collector:
         if own is not None and self._exchange.deltas.get(self.number) is own[0]:
             self._exchange.deltas.pop(self.number)
 
-    def _sum_in(self, kept: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+    def _sum_in(self, first: Mapping[str, Array]) -> Mapping[str, Array]:
         """Where to sum; if theta has that form, where theta will be written. Off the loop.
 
-        That is where one of ``kept`` lies: the first one if it was decoded, or this node's own
-        delta if it is stored.
+        That is where the first contribution lies, if it was decoded, or is this node's own and
+        stored.
         """
         exchange, fp32 = self._exchange, self.fragment.fp32
-        if self._first_decoded is not None and self._first_decoded[1] is kept[0]:
-            self.summed, first = self._first_decoded
+        if self._first_decoded is not None and self._first_decoded[1] is first:
+            self.summed = self._first_decoded[0]
             return first
         own, arrays = self._own or (None, None)
-        if own is not None and arrays is not None and own.sole and own.slots == fp32.slots:
+        if own is not None and arrays is first and own.sole and own.slots == fp32.slots:
             if exchange.deltas.get(self.number) is own:  # else there is a later one
                 exchange.deltas.pop(self.number, None)
             exchange.forget(own)
             self.summed = own.buffer
-            return arrays
+            return first
         self.summed = fp32.blank(exchange.take)
         return arrays_over(self._backend, self.summed, fp32)
 

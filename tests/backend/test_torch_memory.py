@@ -1,7 +1,7 @@
 """Parameters of one memory: each commit would write one over the other, unless they are apart."""
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -197,3 +197,33 @@ def test_parameters_put_over_one_memory_later_are_refused_at_the_next_snapshot()
     for _ in range(2):
         with pytest.raises(ValueError, match="'a' and 'b' share memory"):
             parameters.capture(arrays)
+
+
+class Elsewhere:
+    """A tensor of a device whose ``data_ptr`` stands for a storage and is no address."""
+
+    device = torch.device("mps")
+
+    def __init__(self, handle: int, offset: int) -> None:
+        self.handle, self.offset = handle, offset
+        self.shape, self.tensor = torch.Size((100,)), torch.ones(100)
+
+    def data_ptr(self) -> int:
+        return self.handle + 4 * self.offset
+
+    def untyped_storage(self) -> "Elsewhere":
+        return Elsewhere(self.handle, 0)
+
+    def storage_offset(self) -> int:
+        return self.offset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
+
+def test_handles_are_not_taken_for_addresses() -> None:
+    """Of two storages they may lie closer together than their tensors are long."""
+    check_memory({"a": Elsewhere(1000, 0), "b": Elsewhere(1256, 0)})  # type: ignore[dict-item]
+    check_memory({"a": Elsewhere(1000, 0), "b": Elsewhere(1000, 100)})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="'a' and 'b' share memory"):
+        check_memory({"a": Elsewhere(1000, 0), "b": Elsewhere(1000, 99)})  # type: ignore[dict-item]

@@ -18,6 +18,7 @@ from gradientmail.buffers import HOST
 from gradientmail.clock import inline
 from gradientmail.collecting import Collector
 from gradientmail.committing import Committer
+from gradientmail.errors import PayloadCorrupt
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.records import Manifest, Ref, SnapshotRecord
@@ -153,7 +154,7 @@ class Round:
 @pytest.mark.parametrize("own_at", [0, 1, 2])
 @pytest.mark.parametrize("sole", [True, False])
 @pytest.mark.parametrize("delta_dtype", [None, "F4", "BF16"])
-def test_more_than_two_are_summed_where_a_kept_one_lies(
+def test_more_than_two_are_summed_where_the_first_one_lies(
     own_at: int, delta_dtype: str | None, *, sole: bool
 ) -> None:
     """In this node's own delta, if that is stored and of the form; in one that was decoded."""
@@ -174,7 +175,7 @@ def test_more_than_two_are_summed_where_a_kept_one_lies(
             assert collector.fold.holds_contributions == (index < 2)
             assert (0 in one.exchange.deltas) == (index < max(own_at, 2))
         expected = first if delta_dtype == "F4" else None
-        if delta_dtype is None and sole and own_at < 2:
+        if delta_dtype is None and sole and own_at == 0:
             expected = own.buffer
         assert (collector.summed is expected) == (expected is not None)
         assert (collector.summed is own.buffer) == (expected is own.buffer)
@@ -228,5 +229,57 @@ def test_what_was_swept_with_its_round_is_not_called_missing(
         await one.take("b", payload, accepted=False)
         assert one.collector.rejected == ({} if committed else {"b": "missing"})
         assert one.collector.accepted == {}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("delta_dtype", "why"), [(None, "missing"), (None, "corrupt"), ("F4", "missing")]
+)
+def test_a_third_that_comes_to_nothing_changes_nothing(delta_dtype: str | None, why: str) -> None:
+    """Two contributions give the same whether another one was rejected or not."""
+
+    async def main() -> None:
+        found: list[tuple[Any, float | None]] = []
+        for third in (False, True):
+            one = Round(delta_dtype)
+            one.exchange.deltas[0] = own = await one.stored("me", 3.0)
+            own.sole = True
+            await one.take("me", own)
+            await one.take("b", await one.stored("b", -1.5))
+            if third:
+                payload = await one.stored("c", 2.0 if why == "missing" else np.nan)
+                if why == "missing":
+                    await one.exchange.delete((payload.ref.key,))
+                    one.exchange.forget(payload)
+                await one.take("c", payload, accepted=False)
+                assert one.collector.rejected == {"c": why}
+                assert one.collector.fold.sums_too_few
+            await one.collector.settle()
+            assert one.collector.fold.holds_contributions
+            merged = one.collector.fold.merged()
+            out = np.zeros((200, 200), np.float32)
+            BACKEND.combine(merged.deltas["w"], out)
+            found.append((out.tobytes(), merged.cosine))
+        assert found[0] == found[1]
+        assert found[0][1] == -1.0
+
+    asyncio.run(main())
+
+
+def test_a_contribution_that_went_meanwhile_fails_the_round() -> None:
+    """Which is tried again, or was committed by another node."""
+
+    async def main() -> None:
+        one = Round()
+        payloads = [await one.stored(learner, 1.0) for learner in ("a", "b", "c")]
+        for learner, payload in zip("ab", payloads, strict=False):
+            await one.take(learner, payload)
+        await one.exchange.delete([payload.ref.key for payload in payloads[1:]])
+        for payload in payloads:
+            one.exchange.forget(payload)
+        await one.take("c", payloads[2], accepted=False)
+        with pytest.raises(PayloadCorrupt, match="does not exist"):
+            await one.collector.settle()
 
     asyncio.run(main())

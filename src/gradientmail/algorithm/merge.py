@@ -88,7 +88,8 @@ class Fold:
 
     The first two are kept as they came, and their merge is a combination of their own arrays. More
     move all into two accumulators, so memory does not grow with the number that follow. Equal
-    contributions in the same order give equal bytes, whatever else was expected.
+    contributions in the same order give equal bytes, unless two were summed for a third that came
+    to nothing.
     Not safe to use from several threads at once.
     """
 
@@ -100,13 +101,13 @@ class Fold:
         take: Take,
         *,
         averaged: Container[str] = (),
-        sum_in: Callable[[Sequence[Mapping[str, Array]]], Mapping[str, Array]] | None = None,
+        sum_in: Callable[[Mapping[str, Array]], Mapping[str, Array]] | None = None,
     ) -> None:
         """Fold contributions to ``specs``, in buffers of ``take``.
 
         The tensors named in ``averaged`` take the weighted mean whatever ``merge`` is.
-        ``sum_in`` is given the kept contributions' arrays when there have to be sums, and gives F32
-        ones to sum in: those of one of them, if they may be written over.
+        ``sum_in`` is given the first contribution's arrays when there have to be sums, and gives
+        F32 ones to sum in; those very ones if they may be written over.
         """
         self._specs = tuple(specs)
         self._backend = backend
@@ -184,6 +185,11 @@ class Fold:
         """Whether arrays that were added are still needed."""
         return bool(self._kept)
 
+    @property
+    def sums_too_few(self) -> bool:
+        """Whether those are summed that would be kept as they came, had no more been fetched."""
+        return self._sums is not None and self.count <= KEPT
+
     def sum_up(self) -> None:
         """Sum what is kept, so that it is free before more is fetched; ``add`` does it at last."""
         self._summed_up()
@@ -230,10 +236,9 @@ class Fold:
 
     def _summed_up(self) -> "_Sums":
         if self._sums is None:
-            totals = self._sum_in([kept.arrays for kept in self._kept])
+            totals = self._sum_in(self._kept[0].arrays)
             self._sums = _Sums(self._direct, self._backend, totals, self._fresh())
-            # First the one that is summed where it lies. For two the order changes no bit.
-            for kept in sorted(self._kept, key=lambda kept: kept.arrays is not totals):
+            for kept in self._kept:
                 self._sums.add(kept)
             self._kept.clear()
         return self._sums

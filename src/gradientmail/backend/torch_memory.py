@@ -11,6 +11,10 @@ type _Place = tuple[int, int, str]
 """The addresses of a tensor's first element and of what is behind its last one, and its name."""
 
 
+BYTE_ADDRESSED = ("cpu", "cuda")
+"""Devices on which ``data_ptr`` is an address; on others it may be what stands for a storage."""
+
+
 class SeparateMemory:
     """That no two tensors of a model lie in the same memory: at first, and at each ``check``."""
 
@@ -35,12 +39,16 @@ def check_memory(tensors: Tensors) -> None:
     Views that lie beside each other, as a recurrent network's weights do, are fine. Tensors without
     memory of their own, as those of some subclasses, are not looked at.
     """
-    by_device: dict[torch.device, list[_Place]] = defaultdict(list)
+    by_space: dict[tuple[torch.device, int], list[_Place]] = defaultdict(list)
     for name, tensor in tensors.items():
-        start = _address(tensor)
-        if start and tensor.numel():
-            by_device[tensor.device].append((start, start + _length(tensor), name))
-    for places in by_device.values():
+        start, storage = _address(tensor), 0
+        if not start or not tensor.numel():
+            continue
+        if tensor.device.type not in BYTE_ADDRESSED:
+            start = int(tensor.storage_offset()) * tensor.element_size()
+            storage = tensor.untyped_storage().data_ptr()
+        by_space[tensor.device, storage].append((start, start + _length(tensor), name))
+    for places in by_space.values():
         for group in _reaching_into_each_other(sorted(places)):
             _check_group(group, tensors)
 
@@ -49,7 +57,7 @@ def _address(tensor: torch.Tensor) -> int:
     """Where its elements begin; 0 where it has no memory of its own."""
     try:
         return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
+    except Exception:  # a subclass may say so in any way
         return 0
 
 
