@@ -128,18 +128,32 @@ class Collector:
         )
         return sorted(fresh, key=lambda learner: (learner != mine, learner))
 
-    async def settle(self) -> None:
+    async def settle(self) -> bool:
         """Nothing more comes. Two that were summed for a third that was rejected come once more.
 
-        So that equal contributions give equal bytes. ``PayloadCorrupt`` if one is gone meanwhile.
+        So that equal contributions give equal bytes. False if another node has committed the round
+        and swept them; ``PayloadCorrupt`` if one is gone otherwise.
         """
         if self.fold.sums_too_few:
-            self.fold = self._empty_fold()
-            self.decoded = self.summed = self._own = self._first_decoded = None
-            for record in self.accepted.values():
+            accepted = self._begin_anew()
+            for learner, record in accepted.items():
                 verdict = await self._fold_in(record)
+                if verdict is not None and await self._is_over():
+                    self._begin_anew()
+                    return False
                 if verdict is not None:
                     raise PayloadCorrupt(verdict[1])
+                self.accepted[learner] = record
+        return True
+
+    def _begin_anew(self) -> dict[str, SnapshotRecord]:
+        """Accept nobody yet; who was accepted."""
+        accepted, self.accepted = self.accepted, dict[str, SnapshotRecord]()
+        for learner in accepted:
+            self._judged.pop(learner, None)
+        self.fold = self._empty_fold()
+        self.decoded = self.summed = self._own = self._first_decoded = None
+        return accepted
 
     def release(self) -> None:
         """Let go of the contributions themselves, which are merged; the records stay."""

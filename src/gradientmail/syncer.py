@@ -183,8 +183,10 @@ class Syncer:
             else:
                 ends = quorum_at + self._grace(number)
                 if everyone or now >= ends:
-                    await collector.settle()
-                    return Closing(collector, claim, quorum_at - began, now - quorum_at)
+                    if await collector.settle():
+                        return Closing(collector, claim, quorum_at - began, now - quorum_at)
+                    await self._watch.progress.read_next()
+                    continue
                 pause = ends - now
             await wait_or_sleep(self._clock, pause, changed, self._stopping)
 

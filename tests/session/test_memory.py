@@ -255,7 +255,7 @@ def test_a_third_that_comes_to_nothing_changes_nothing(delta_dtype: str | None, 
                 await one.take("c", payload, accepted=False)
                 assert one.collector.rejected == {"c": why}
                 assert one.collector.fold.sums_too_few
-            await one.collector.settle()
+            assert await one.collector.settle()
             assert one.collector.fold.holds_contributions
             merged = one.collector.fold.merged()
             out = np.zeros((200, 200), np.float32)
@@ -267,8 +267,11 @@ def test_a_third_that_comes_to_nothing_changes_nothing(delta_dtype: str | None, 
     asyncio.run(main())
 
 
-def test_a_contribution_that_went_meanwhile_fails_the_round() -> None:
-    """Which is tried again, or was committed by another node."""
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_contribution_that_went_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, *, committed: bool
+) -> None:
+    """Fails the round, which is tried again, unless another node has committed it."""
 
     async def main() -> None:
         one = Round()
@@ -279,7 +282,17 @@ def test_a_contribution_that_went_meanwhile_fails_the_round() -> None:
         for payload in payloads:
             one.exchange.forget(payload)
         await one.take("c", payloads[2], accepted=False)
-        with pytest.raises(PayloadCorrupt, match="does not exist"):
-            await one.collector.settle()
+
+        async def round_of(number: int) -> object:
+            return object() if committed and number == 0 else None
+
+        monkeypatch.setattr(one.exchange, "round", round_of)
+        if committed:
+            assert not await one.collector.settle()
+            assert one.collector.accepted == {}
+            assert one.collector.fold.count == 0
+        else:
+            with pytest.raises(PayloadCorrupt, match="does not exist"):
+                await one.collector.settle()
 
     asyncio.run(main())
