@@ -251,6 +251,17 @@ def test_parameters_without_memory_are_errors() -> None:
         BACKEND.bind(sparse)
 
 
+def test_parameters_that_negate_their_memory_are_errors_that_say_what_to_do() -> None:
+    """PyTorch cannot copy into several of them at once, and says so in words of its own."""
+    model = nn.Module()
+    values = torch.complex(torch.ones(3), torch.ones(3)).conj().imag
+    model.register_parameter("weight", nn.Parameter(values))
+    with pytest.raises(ValueError, match=r"'weight' .*negates.*resolve_neg"):
+        BACKEND.bind(model)
+    model.register_parameter("weight", nn.Parameter(values.resolve_neg()))
+    assert [spec.name for spec in BACKEND.bind(model).schema] == ["weight"]
+
+
 def test_parameters_without_a_shape_are_errors_that_say_what_to_do() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some versions say that lazy modules may change

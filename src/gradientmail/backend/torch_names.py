@@ -149,6 +149,11 @@ def tensor_spec(name: str, tensor: Any, kind: Kind = "parameter") -> TensorSpec:
             f"the {kind} {name!r} ({of_class.__name__}, {tensor.layout}, {tensor.device}) is "
             "not one whole dense tensor in memory, and cannot be exchanged"
         )
+    if tensor.is_neg():
+        raise ValueError(
+            f"the {kind} {name!r} is a view that negates what is in memory (part of a conjugate), "
+            "and cannot be exchanged. Give the model a copy: tensor.resolve_neg()"
+        )
     return TensorSpec(name, dtype, tuple(tensor.shape))
 
 
