@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gradientmail import buffers
-from gradientmail.buffers import GRAIN, PAGE, SMALL, BufferPool, show
+from gradientmail.buffers import GRAIN, PAGE, SMALL, TOUCHED, BufferPool, show, touch
 
 BIG = 2 * SMALL
 
@@ -349,3 +349,34 @@ def test_memory_that_the_process_has_locked_is_kept() -> None:
         assert ctypes.addressof(ctypes.c_char.from_buffer(again)) == address
     finally:
         libc.munlock(ctypes.c_void_p(address), ctypes.c_size_t(PAGE))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, PAGE + 1, TOUCHED + PAGE, 3 * TOUCHED + 5])
+def test_touching_writes_a_byte_of_each_page_and_nothing_else(nbytes: int) -> None:
+    buffer = memoryview(bytearray(b"\7" * nbytes))
+    touch(buffer)
+    expected = bytearray(b"\7" * nbytes)
+    for start in range(0, nbytes, PAGE):
+        expected[start] = 0
+    assert buffer == expected
+
+
+def test_other_threads_run_while_a_buffer_is_touched() -> None:
+    """Each store into the buffer holds the interpreter's lock: none is for more than a mebibyte."""
+    stored: list[int] = []
+
+    class Noting:
+        """As much of a memoryview as ``touch`` uses."""
+
+        def __init__(self, view: memoryview) -> None:
+            self.view, self.nbytes = view, view.nbytes
+
+        def __getitem__(self, where: slice) -> "Noting":
+            stored.append(len(range(*where.indices(len(self.view)))) * PAGE)
+            return Noting(self.view[where])
+
+        def __setitem__(self, where: slice, values: bytes) -> None:
+            self.view[where] = values
+
+    touch(Noting(memoryview(bytearray(5 * TOUCHED))))  # pyrefly: ignore[bad-argument-type]
+    assert stored == [TOUCHED] * 5

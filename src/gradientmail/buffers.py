@@ -34,6 +34,12 @@ TURNS = 2
 """What was idle while all memory was handed out so many times over is given back to the system."""
 
 
+TOUCHED = 2**20
+"""Bytes that get pages with the interpreter's lock held; then other threads can have it."""
+GIVEN_BACK = 2**24
+"""Bytes that lose them likewise."""
+
+
 type _Stretch = tuple[int, int]
 """From the first byte to the one behind the last, in a block."""
 
@@ -127,7 +133,7 @@ class _Block:
         for gap in sorted(self.gaps, key=lambda gap: gap.nbytes):
             while left and gap.warm:
                 begin, end = gap.warm[-1]
-                cold = min(left, end - begin)
+                cold = min(left, end - begin, GIVEN_BACK)
                 try:
                     self.mapping.madvise(mmap.MADV_DONTNEED, end - cold, cold)
                 except OSError:  # the process has locked its memory: all of it stays
@@ -149,6 +155,13 @@ class _Shown:
     # does, which would then ask for it in vain, and say so.
     def __buffer__(self, flags: int, /) -> memoryview:
         return memoryview(self._memory)
+
+
+def touch(buffer: memoryview) -> None:
+    """Give all its pages memory. One that has it keeps what it holds, but for its first byte."""
+    for start in range(0, buffer.nbytes, TOUCHED):
+        firsts = buffer[start : start + TOUCHED : PAGE]
+        firsts[:] = bytes(firsts.nbytes)
 
 
 def show(memory: memoryview) -> tuple[memoryview, Callable[[], bool]]:

@@ -1,12 +1,12 @@
 """The loop half of the learner: publishes its snapshots and brings commits."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 
 from gradientmail.attendance import explain_silence
-from gradientmail.backend.base import Backend, Parameters
-from gradientmail.buffers import PAGE
+from gradientmail.backend.base import Array, Backend, Parameters
+from gradientmail.blanks import Blanks
 from gradientmail.clock import Clock, Offload, Signal, wait_any, wait_or_sleep
 from gradientmail.collecting import judge
 from gradientmail.deltas import Delta, make_delta
@@ -15,12 +15,12 @@ from gradientmail.events import Event, SnapshotPublished
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.records import RoundRecord, SnapshotRecord, expect_key
-from gradientmail.exchange.sealing import Sealed, Sealing
+from gradientmail.exchange.sealing import Payload, Sealed, Sealing
 from gradientmail.failures import Failures
-from gradientmail.handoff import Arrival, Blank, Handoff, Outgoing, Version
+from gradientmail.handoff import Arrival, Handoff, Outgoing, Version
 from gradientmail.joining import rounds_held
 from gradientmail.rhythm import LONGEST_PAUSE_SECONDS, Turn
-from gradientmail.run import Fragment, Run, arrays_over, payload_arrays
+from gradientmail.run import Fragment, Run, payload_arrays
 from gradientmail.versions import Versions
 from gradientmail.watch import Watch
 
@@ -58,6 +58,7 @@ class Courier:
         self._versions = Versions(
             run, exchange, versions, backend=backend, offload=offload, announce=announce
         )
+        self.blanks = Blanks(run, handoff, backend=backend, take=exchange.take, offload=offload)
         self._learner = learner
         self._clock = clock
         self._offload = offload
@@ -69,7 +70,6 @@ class Courier:
         self._turn = Turn(watch.poll_interval)
         self._snapshot = (-1, 0.0)
         """Round and moment of the last one taken from the outbox."""
-        self._preparing = asyncio.Lock()
         self.woken = Signal()
         self.silent = False
         """Set when a newer process has this learner's id: nothing more is published."""
@@ -87,6 +87,10 @@ class Courier:
         """Work until cancelled."""
         await asyncio.gather(self._listen(), self._publish_all(), self._fetch_all())
 
+    def let_go(self) -> None:
+        """Hold no payload any more, when the loop has ended."""
+        self._versions.clear()
+
     # What the learner says
 
     async def _listen(self) -> None:
@@ -95,21 +99,38 @@ class Courier:
             woken, changed = self.woken.next, self._watch.changed.next
             while handoff.events:
                 self._announce(handoff.events.popleft())
-            pause = self._turn.pause(handoff.waits_for, handoff.due_seconds, self._clock.now())
-            self._watch.seek("learner", None if pause else handoff.waits_for)
-            self._report(handoff)
+            number, due_seconds = self._next_round()
+            pause = self._turn.pause(number, due_seconds, self._clock.now())
+            self._watch.seek("learner", None if pause else number)
+            self._report(number)
             await wait_or_sleep(self._clock, pause or LONGEST_PAUSE_SECONDS, woken, changed)
 
-    def _report(self, handoff: Handoff) -> None:
+    def _next_round(self) -> tuple[int | None, float]:
+        """The round that the learner publishes next, and in how many seconds.
+
+        It may be one that it can publish with the commits that are on the way to it: by the step
+        that takes them in, it should know of others' snapshots of that round.
+        """
+        handoff = self._handoff
+        number, due_seconds = handoff.waits_for, handoff.due_seconds
+        if handoff.arrivals and (after := self.blanks.next_round(self._newest_posted())) != number:
+            return after, handoff.step_seconds
+        return number, due_seconds
+
+    def _report(self, number: int | None) -> None:
         """Tell the learner what changes when it publishes: who lives, who has published."""
+        handoff, live = self._handoff, len(self._watch.live)
         handoff.takeover_seconds = self._watch.takeover_seconds()
-        handoff.live = len(self._watch.live)
-        if handoff.waits_for is not None:
-            others = (handoff.waits_for, self._watch.others_in(handoff.waits_for))
-            if others != handoff.others:
-                handoff.others = others
-                self._told_at = self._told_at if handoff.news else self._clock.now()
-                handoff.tell()
+        known, handoff.live = (handoff.others, handoff.live), live
+        if number is not None:
+            handoff.others = number, self._watch.others_in(number)
+            if handoff.others != known[0] or (handoff.others[1] and live != known[1]):
+                self._tell()
+
+    def _tell(self) -> None:
+        if not self._handoff.news:
+            self._told_at = self._clock.now()
+        self._handoff.tell()
 
     def _explain(self) -> str:
         """Why this learner is in none of the last rounds."""
@@ -135,7 +156,7 @@ class Courier:
                 if number < self._watch.next_round:
                     deltas.pop(number, None)
             try:
-                await self._prepare_blank(self._newest_posted())
+                await self.blanks.prepare(self._newest_posted())
             except Exception as error:  # then ``step`` makes its own, or fails itself
                 self._failures.failed("publish", error)
             await wait_any(woken, changed)
@@ -160,7 +181,7 @@ class Courier:
                     sealed = await self._seal(outgoing, delta)
                     # Before the upload, in which the next round may become due: ``step`` would
                     # have to touch fresh pages.
-                    await self._prepare_blank(self._newest_posted())
+                    await self.blanks.prepare(self._newest_posted())
                 await self._upload(outgoing, sealed, delta)
             except Exception as error:
                 self._failures.failed("publish", error, outgoing.round)
@@ -271,35 +292,6 @@ class Courier:
         dtype, take = self._run.algorithm.delta_dtype, self._exchange.take
         return make_delta(self._backend, fragment, outgoing, dtype, take)
 
-    async def _prepare_blank(self, seen: int) -> None:
-        """Have a warm buffer ready for the next snapshot, so that ``step`` only copies.
-
-        ``seen`` is the newest round that the learner has, or is about to get.
-        """
-        number = max(self._handoff.publishing, seen) + 1
-        if number > seen + min(self._run.algorithm.in_flight, len(self._run.fragments)):
-            return  # it waits for a commit, and so does the memory
-        fragment = self._run.schedule.fragment(number)
-        blanks = self._handoff.blanks
-        async with self._preparing:
-            if fragment in blanks:
-                return
-            for other in tuple(blanks):  # a round went by that the learner did not publish
-                blanks.pop(other, None)
-            blanks[fragment] = await self._offload(self.make_blank, fragment)
-
-    def make_blank(self, fragment: int) -> Blank:
-        """A buffer for a fragment's parameters with every page touched. Any thread."""
-
-        def warm(nbytes: int) -> memoryview:
-            buffer = self._exchange.take(nbytes)
-            buffer[::PAGE] = bytes(len(buffer[::PAGE]))
-            return buffer
-
-        theta = self._run.fragments[fragment].theta
-        buffer = theta.blank(warm)
-        return Blank(buffer, arrays_over(self._backend, buffer, theta))
-
     # Bringing commits
 
     async def _fetch_all(self) -> None:
@@ -365,15 +357,19 @@ class Courier:
                 continue
             if payload is None:
                 continue  # swept: a poll tells of what came instead
-            version = Version(record.version, payload, payload_arrays(self._backend, payload))
-            staged = await self._offload(self._parameters.stage, version.arrays)
-            await self._prepare_blank(max(record.round, self._newest_posted()))
+            version, staged = await self._offload(self._stage, record.version, payload)
+            await self.blanks.prepare(max(record.round, self._newest_posted()))
             if self._is_new(record):
                 self._versions.put(record.fragment, version)
                 self._post(Arrival(record, version, staged))
                 self._left_out.pop(record.fragment, None)
         if unreadable:
             raise PayloadCorrupt(unreadable)
+
+    def _stage(self, number: int, payload: Payload) -> tuple[Version, Mapping[str, Array]]:
+        """A version, and its arrays where the model is. Off the loop."""
+        arrays = payload_arrays(self._backend, payload)
+        return Version(number, payload, arrays), self._parameters.stage(arrays)
 
     def _was_last_try(self, number: int) -> bool:
         """Count a try to read a commit; whether to go on without it."""
@@ -396,5 +392,5 @@ class Courier:
                     break
         arrivals.append(arrival)
         self._posted[arrival.record.fragment] = arrival.record.round
-        self._told_at = self._told_at if self._handoff.news else self._clock.now()
-        self._handoff.tell()
+        self._tell()
+        self.woken.set()  # it may decide which round is next

@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-from dataclasses import replace
 
 import pytest
 from tests.node.history import check_history
 from tests.node.worlds import (
     World,
     delta_payload,
-    drift,
     happened,
     plant_snapshot,
     snapshot_record,
@@ -319,32 +317,5 @@ def test_the_record_says_when_and_what() -> None:
         assert [p["local_step"] for r in found[:7] for p in r["participants"]] == [
             2, 4, 7, 9, 11, 14, 16,
         ]  # fmt: skip
-
-    run_virtual(main, limit_seconds=500)
-
-
-@pytest.mark.parametrize("closer", ["a", "b"])
-@pytest.mark.parametrize("gap", [10, 100, 2000])
-def test_who_became_slow_publishes_when_the_others_have(closer: str, gap: int) -> None:
-    """Its steps came fast when it was told when its round is due, and the other waits for it."""
-
-    async def main() -> None:
-        world = World(DiLoCo(sync_every=2 * gap, fragments=2, quorum_size=2))
-        nodes = {
-            "a": world.node("a", change=drift(0), step_seconds=1e-5),
-            "b": world.node("b", change=drift(1), step_seconds=1.0 / gap),
-        }
-        for name in sorted(nodes, key=lambda name: name != closer):
-            await nodes[name].join()
-        await nodes["a"].train(4)
-        await nodes["b"].train(gap)
-        await nodes["b"].clock.sleep(1.0)
-        nodes["a"].training = replace(nodes["a"].training, step_seconds=0.2)
-        await nodes["a"].train(3)
-        await nodes["b"].clock.sleep(0.5)
-        snapshot = json.loads(world.archive.ever["snapshots/0000000000/a.json"][0])
-        assert snapshot["local_step"] <= 6
-        for node in nodes.values():
-            await node.kill()
 
     run_virtual(main, limit_seconds=500)

@@ -13,7 +13,7 @@ import pytest
 import gradientmail as gm
 from gradientmail import events
 from gradientmail.backend.numpy import NumpyBackend
-from gradientmail.courier import Courier
+from gradientmail.blanks import Blanks
 from gradientmail.exchange import compression
 from gradientmail.handoff import Blank, Handoff, Outgoing
 
@@ -124,13 +124,13 @@ def test_a_snapshot_that_is_posted_twice_is_not_made_of_ruins(
 def test_memory_for_the_next_snapshot_that_is_short_ends_no_node(
     turn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, failing = Courier.make_blank, failing_once(Courier.make_blank, turn)
+    make, failing = Blanks.make, failing_once(Blanks.make, turn)
 
-    def beside(courier: Courier, fragment: int) -> Blank:
+    def beside(blanks: Blanks, fragment: int) -> Blank:
         is_loop = threading.current_thread() is not threading.main_thread()
-        return (failing if is_loop else make)(courier, fragment)
+        return (failing if is_loop else make)(blanks, fragment)
 
-    monkeypatch.setattr(Courier, "make_blank", beside)
+    monkeypatch.setattr(Blanks, "make", beside)
     rounds, values, failed = train()
     assert (rounds, values) == (ROUNDS, [100.0 - 2 * ROUNDS])
     assert failed in (["publish"], ["fetch"])

@@ -60,7 +60,7 @@ def test_no_buffer_is_made_for_the_snapshot_that_is_being_copied(
         capture = parameters.capture
 
         def capture_meanwhile(arrays: Any) -> Callable[[], None]:
-            session._thread.call(courier._prepare_blank(courier._newest_posted()))
+            session._thread.call(courier.blanks.prepare(courier._newest_posted()))
             found.append(list(session._handoff.blanks))
             return capture(arrays)
 

@@ -129,7 +129,7 @@ class SimulatedNode:
             algorithm=replace(self.algorithm, overlap_steps=None),
             schedule=run.schedule,
             handoff=self.handoff,
-            make_blank=courier.make_blank,
+            make_blank=courier.blanks.make,
             now=lambda: self._stepped_at,
         )
 
