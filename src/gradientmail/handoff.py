@@ -106,6 +106,11 @@ class Handoff:
     _bell: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
     """Rung for a learner that waits. A lock could stay held after Ctrl-C, and the loop hang."""
 
+    def let_go(self) -> None:
+        """Drop what would hold memory, when both sides have ended."""
+        for queued in (self.outbox, self.arrivals, self.blanks):
+            queued.clear()
+
     # The loop's side
 
     def tell(self) -> None:

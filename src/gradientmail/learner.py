@@ -365,6 +365,11 @@ class Learner:
         standing = self._standing()
         return due_at(standing, self._schedule, self._algorithm.in_flight, closing=True)
 
+    def let_go(self) -> None:
+        """Hold no memory any more; nothing but ``rounds_seen`` and the counts is of use then."""
+        self.versions = list[Version]()
+        self._sending = None
+
     def settle(self) -> None:
         """Set the model to the newest committed version that this node holds of each fragment."""
         for version in self.versions:

@@ -285,6 +285,13 @@ class Node:
         self._tasks.clear()
         self._closing = self._keeping = None  # their frames hold buffers
 
+    def let_go(self) -> None:
+        """Hold no payload any more, when the loop has ended."""
+        for part in (self.courier, self.syncer):
+            if part is not None:
+                part.let_go()
+        self.exchange.deltas.clear()
+
     async def _stop(self, tasks: Iterable[asyncio.Task[None]]) -> None:
         stopped = tuple(tasks)
         for task in stopped:
@@ -369,14 +376,11 @@ class Node:
         )
 
     def _on_unavailable(self, operation: str, error: MailboxUnavailable, delay: float) -> None:
-        self._announce(
-            StoreUnavailable(
-                operation=operation,
-                error=str(error),
-                retry_seconds=delay,
-                answered=self._retrying.answered,
-            )
+        answered = self._retrying.answered
+        event = StoreUnavailable(
+            operation=operation, error=str(error), retry_seconds=delay, answered=answered
         )
+        self._announce(event)
 
 
 def _checked(

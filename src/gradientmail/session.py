@@ -132,7 +132,7 @@ class Session:
         try:
             self._learner = self._join()
         except BaseException:
-            self._end(clean=False, announce=False)
+            self._end(clean=False, joined=False)
             raise
         self._begin()
 
@@ -191,7 +191,7 @@ class Session:
             algorithm=self._algorithm,
             schedule=run.schedule,
             handoff=self._handoff,
-            make_blank=courier.make_blank,
+            make_blank=courier.blanks.make,
         )
         self._checkpoint = Checkpoint(
             run, self._settings.learner, learner, self._parameters, self._backend
@@ -243,9 +243,9 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """What this node has that no commit holds, to be saved beside model and optimizer.
 
-        Text, numbers, lists, dicts and arrays of the model's framework in host memory, copied:
-        ``torch.save`` writes it and ``torch.load`` reads it with ``weights_only=True``. It is as
-        large as the model at most. Call it between steps, on the thread that trains.
+        Text, numbers, lists, dicts and arrays of the model's framework in host memory, copied, as
+        large as the model at most: ``torch.save`` writes it and ``torch.load`` reads it with
+        ``weights_only=True``. Call it between steps, on the thread that trains.
 
         Raises:
             SessionClosed: the session has been closed, and the model holds the newest commit.
@@ -269,7 +269,6 @@ class Session:
 
         """
         self._check_open("load its state into an open one")
-
         records = self._thread.call(self._node.history())
         self._handoff.announce(self._checkpoint.restore(state, records))
 
@@ -316,12 +315,11 @@ class Session:
         if failed is not None:
             raise failed
 
-    def _end(self, *, clean: bool, announce: bool = True) -> None:
+    def _end(self, *, clean: bool, joined: bool = True) -> None:
         """Stop the node and its thread. Waits little unless ``clean``."""
         if self._closed:
             return
-        self._closed = True  # from here on nobody else does what follows, Ctrl-C or not
-        self._step = self._refuse
+        self._closed, self._step = True, self._refuse  # so that nobody else does what follows
         try:
             self._say_last_words(LEAVE_SECONDS if clean else ABANDON_SECONDS, finish=clean)
         except KeyboardInterrupt:  # whatever it waited for; the lease goes all the same
@@ -331,11 +329,14 @@ class Session:
             try:
                 while self._handoff.events:
                     self._announce(self._handoff.events.popleft())
-                if announce:
-                    name = self.learner_id
-                    self._announce(Closed(learner=name, rounds_seen=self.rounds_seen, clean=clean))
+                if joined:
+                    self._learner.let_go()
+                    name, seen = self.learner_id, self.rounds_seen
+                    self._announce(Closed(learner=name, rounds_seen=seen, clean=clean))
             finally:
                 self._thread.stop(0.3)
+                self._handoff.let_go()  # the session's name outlives its ``with`` block
+                self._node.let_go()
                 self._pool.trim()
 
     def _say_last_words(self, patience: float, *, finish: bool) -> None:

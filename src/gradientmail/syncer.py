@@ -103,6 +103,11 @@ class Syncer:
         """End soon: a round that is only collecting is left, one that commits is finished."""
         self._stopping.set()
 
+    def let_go(self) -> None:
+        """Hold no payload any more, when the loop has ended."""
+        self._collectors.clear()
+        self._holding.clear()
+
     async def run(self) -> None:
         """Close rounds until ``stop``."""
         try:

@@ -41,6 +41,10 @@ class Versions:
         """Hold a newer one."""
         self._newest[fragment] = version
 
+    def clear(self) -> None:
+        """Hold none; nothing can be asked for afterwards."""
+        self._newest.clear()
+
     async def theta(self, record: RoundRecord) -> Payload | None:
         """The parameters of a commit: held, or rebuilt from the update, or fetched.
 

@@ -284,7 +284,9 @@ def test_ctrl_c_in_the_last_words_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("mended", [False, True])
-def test_a_commit_that_was_left_out_is_tried_again_when_closing(mended: bool) -> None:
+def test_a_commit_that_was_left_out_is_tried_again_when_closing(
+    mended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is still lacking is named, and keeps no other away."""
     damaged = True
 
@@ -303,6 +305,14 @@ def test_a_commit_that_was_left_out_is_tried_again_when_closing(mended: bool) ->
         other = gm.Session(
             model, algorithm=ALGORITHM, mailbox=Damaged(box), callbacks=[seen], **seldom
         )
+        learner = other._learner
+        numbers, settle = list[int](), learner.settle
+
+        def settling() -> None:
+            numbers.extend(version.number for version in learner.versions)
+            settle()
+
+        monkeypatch.setattr(learner, "settle", settling)
         train_until(session, ours, 5)
         sent = max(event.round for event in heard.of(events.SnapshotPublished))
         until(lambda: max((e.round for e in seen.of(events.RoundSeen)), default=-1) >= sent)
@@ -316,7 +326,6 @@ def test_a_commit_that_was_left_out_is_tried_again_when_closing(mended: bool) ->
         else:
             with pytest.raises(gm.PayloadCorrupt, match="blobs/rounds/"):
                 other.close()
-            numbers = [version.number for version in other._learner.versions]
             assert numbers == [0, (sent + 1) // 2]
         assert other.rounds_seen == sent
 

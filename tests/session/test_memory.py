@@ -1,8 +1,11 @@
 """Which memory a commit is written into: what it uses up, when nobody else looks at that."""
 
 import asyncio
+import gc
+import time
 from collections.abc import Buffer
 from functools import partial
+from pathlib import Path
 from typing import Any, override
 
 import numpy as np
@@ -14,7 +17,7 @@ import gradientmail as gm
 from gradientmail.algorithm.precision import encode_tensors
 from gradientmail.backend.numpy import NumpyBackend
 from gradientmail.backend.torch import TorchBackend
-from gradientmail.buffers import HOST
+from gradientmail.buffers import HOST, BufferPool
 from gradientmail.clock import inline
 from gradientmail.collecting import Collector
 from gradientmail.committing import Committer
@@ -296,3 +299,47 @@ def test_a_contribution_that_went_meanwhile(
                 await one.collector.settle()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["with", "exception", "close"])
+def test_a_session_that_has_ended_holds_no_buffer_though_its_name_lives(
+    how: str, tmp_path: Path
+) -> None:
+    """The name of a session outlives its ``with`` block, in a script for as long as that runs."""
+    pool = BufferPool()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 90_000), torch.nn.Linear(90_000, 1))
+
+    class Pooled(TorchBackend):
+        def pool(self) -> BufferPool:
+            return pool
+
+    def backend(_: object) -> TorchBackend:
+        return Pooled()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("gradientmail.session.backend_for", backend)
+        session = gm.Session(
+            model,
+            algorithm=gm.DiLoCo(sync_every=4, fragments=2),
+            mailbox=gm.FilesystemMailbox(tmp_path),
+            callbacks=(),
+            **QUICK,
+        )
+    while session.rounds_seen < 4:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.001)
+        session.step(samples=1)
+        time.sleep(0.002)
+    assert pool._lent > 2 * 5 * 4 * 90_000  # the parameters and the outer state
+    if how == "exception":
+        session.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+        gc.collect()  # calls that are cancelled end in cycles with their errors
+    elif how == "with":
+        session.__exit__(None, None, None)
+    else:
+        session.close()
+    seen = session.rounds_seen
+    pool.trim()
+    assert (pool._lent, pool._idle()) == (0, 0)
+    assert session.rounds_seen == seen >= 4
