@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import time
-from collections.abc import Buffer
+from collections.abc import Awaitable, Buffer, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, override
@@ -26,11 +26,14 @@ from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.records import Manifest, Ref, SnapshotRecord
 from gradientmail.exchange.sealing import Payload, Sealing
+from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 from gradientmail.node import planned
 from gradientmail.run import arrays_over, read_run
 from gradientmail.verification import verify
 
 BACKEND = NumpyBackend()
+SHAPE = (400, 400)
+"""Of F4, too, memory is lent by the pool."""
 
 
 class Viewing(gm.MemoryMailbox):
@@ -84,18 +87,25 @@ def test_theta_is_written_over_the_delta_that_was_merged(
 
 
 class Round:
-    """Round 0 of a run of one tensor ``w`` of 200 times 200, whose closer is the learner ``me``."""
+    """Round 0 of a run of one tensor ``w``, whose closer is the learner ``me``."""
 
-    def __init__(self, delta_dtype: str | None = None) -> None:
-        self.exchange = Exchange(Viewing(), offload=inline, take=HOST.take)
+    def __init__(
+        self,
+        delta_dtype: str | None = None,
+        *,
+        merge: gm.Rda | gm.WeightedMean | None = None,
+        mailbox: gm.Mailbox | None = None,
+        take: Callable[[int], memoryview] = HOST.take,
+    ) -> None:
+        self.exchange = Exchange(mailbox or Viewing(), offload=inline, take=take)
         algorithm = gm.DiLoCo(
             sync_every=2,
             fragments=1,
             in_flight=1,
             delta_dtype=delta_dtype,
-            merge=gm.WeightedMean(),
+            merge=merge or gm.WeightedMean(),
         )
-        schema = BACKEND.bind({"w": np.zeros((200, 200), np.float32)}).schema
+        schema = BACKEND.bind({"w": np.zeros(SHAPE, np.float32)}).schema
         self.fragment = planned(schema, algorithm)[0]
         key = layout.init_blob_key(0, "0" * 64, layout.RAW_EXT)
         self.run = read_run(
@@ -121,7 +131,7 @@ class Round:
         """A delta of equal values, in the store."""
         layout_of, buffer = self.fragment.delta, self.fragment.delta.blank(HOST.take)
         arrays = arrays_over(BACKEND, buffer, layout_of)
-        values = {"w": np.full((200, 200), value, np.float32)}
+        values = {"w": np.full(SHAPE, value, np.float32)}
         dtype = self.run.algorithm.delta_dtype
         encode_tensors(BACKEND, values, self.fragment.specs, dtype, arrays)
         key_of = partial(layout.snapshot_blob_key, 0, learner)
@@ -148,7 +158,7 @@ class Round:
 
     def merged(self) -> float:
         """The value that all elements of the merge have."""
-        out = np.zeros((200, 200), np.float32)
+        out = np.zeros(SHAPE, np.float32)
         BACKEND.combine(self.collector.fold.finish().deltas["w"], out)
         assert (out == out[0, 0]).all()
         return float(out[0, 0])
@@ -204,7 +214,7 @@ def test_sums_lie_in_the_own_delta_that_was_taken_in_not_in_a_later_one() -> Non
         await one.take("c", await one.stored("c", 3.0))
         for payload, value in ((first, 1.0), (again, 5.0)):
             arrays = arrays_over(BACKEND, payload.buffer, one.fragment.delta)
-            assert np.array_equal(arrays["w"], np.full((200, 200), value, np.float32))
+            assert np.array_equal(arrays["w"], np.full(SHAPE, value, np.float32))
         assert one.collector.summed is not None
         assert one.collector.summed is not first.buffer
         assert one.collector.summed is not again.buffer
@@ -261,7 +271,7 @@ def test_a_third_that_comes_to_nothing_changes_nothing(delta_dtype: str | None, 
             assert await one.collector.settle()
             assert one.collector.fold.holds_contributions
             merged = one.collector.fold.merged()
-            out = np.zeros((200, 200), np.float32)
+            out = np.zeros(SHAPE, np.float32)
             BACKEND.combine(merged.deltas["w"], out)
             found.append((out.tobytes(), merged.cosine))
         assert found[0] == found[1]
@@ -343,3 +353,48 @@ def test_a_session_that_has_ended_holds_no_buffer_though_its_name_lives(
     pool.trim()
     assert (pool._lent, pool._idle()) == (0, 0)
     assert session.rounds_seen == seen >= 4
+
+
+class Lending(WrappedMailbox):
+    """Gives each object in memory of a pool, as a store does that reads from a disk or a socket."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        super().__init__(gm.MemoryMailbox())
+        self.pool = pool
+
+    @override
+    async def around(self, call: Call, act: Callable[[], Awaitable[Any]]) -> Any:
+        data = await act()
+        if call.operation != "get" or data is None:
+            return data
+        buffer = self.pool.take(len(data))
+        buffer[:] = data
+        return buffer.toreadonly()
+
+
+@pytest.mark.parametrize("merge", [gm.Rda(), gm.WeightedMean()], ids=["rda", "mean"])
+@pytest.mark.parametrize("delta_dtype", [None, "F4", "BF16"])
+def test_the_memory_of_a_round_does_not_grow_with_its_contributions(
+    delta_dtype: str | None, merge: gm.Rda | gm.WeightedMean
+) -> None:
+    """Nor with cycles that wait for the garbage collector: it does not come."""
+
+    async def peak(contributions: int) -> int:
+        pool, values = BufferPool(), [2.0 + number % 3 for number in range(contributions)]
+        one = Round(delta_dtype, merge=merge, mailbox=Lending(pool), take=pool.take)
+        for number, value in enumerate(values):
+            payload = await one.stored(f"n{number}", value)
+            one.exchange.forget(payload)  # another node has stored it
+            await one.take(f"n{number}", payload)
+        assert await one.collector.settle()
+        assert one.merged() == pytest.approx(sum(values) / contributions)
+        return pool._most
+
+    gc.disable()
+    try:
+        peaks = [asyncio.run(peak(contributions)) for contributions in (3, 8, 32)]
+    finally:
+        gc.enable()
+    print(f"bytes lent at most: {peaks}")
+    assert peaks[0] >= 2 * 400 * 400 // 2  # fetched or decoded, those that are kept or summed
+    assert len(set(peaks)) == 1
