@@ -2,15 +2,20 @@
 
 import gc
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
+from typing import Any
 
+import numpy as np
+import pytest
 from tests.node.bench import Bench
 from tests.session.models import QUICK, net
 
 import gradientmail as gm
+from gradientmail.backend.base import Parameters
 
 
 def calls_of(step: Callable[[], object], times: int) -> dict[str, int]:
@@ -94,6 +99,67 @@ def test_a_sessions_step_with_nothing_due_does_no_more_than_count() -> None:
         session.step(samples=1)
         calls = calls_of(lambda: session.step(samples=1), 1000)
     assert calls == {"Session.step": 1000, "Learner.step": 1000, "perf_counter": 1000}
+
+
+class Threads:
+    """Notes on which threads the copies of a model's parameters are waited for, and brought."""
+
+    def __init__(self, parameters: Parameters, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.parameters = parameters
+        self.waited: list[int] = []
+        self.staged: list[int] = []
+        self.brought: list[Mapping[str, Any]] = []
+        self.applied: list[Mapping[str, Any]] = []
+        self._capture, self._stage = parameters.capture, parameters.stage
+        self._apply = parameters.apply
+        for name in ("capture", "stage", "apply"):
+            monkeypatch.setattr(parameters, name, getattr(self, name))
+
+    def capture(self, arrays: Mapping[str, Any]) -> Callable[[], None]:
+        """As on a device, where the copy takes longer than this."""
+        ready = self._capture(arrays)
+
+        def wait() -> None:
+            self.waited.append(threading.get_ident())
+            ready()
+
+        return wait
+
+    def stage(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """As on a device, where this copies."""
+        self.staged.append(threading.get_ident())
+        self.brought.append(dict(self._stage(arrays)))
+        return self.brought[-1]
+
+    def apply(self, staged: Mapping[str, Any], *, mixing: float = 0.0) -> None:
+        """As everywhere."""
+        self.applied.append(staged)
+        self._apply(staged, mixing=mixing)
+
+
+def test_the_training_thread_waits_for_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device ``step`` neither waits for a snapshot's copy nor copies what a commit brings.
+
+    The event loop does not, either.
+    """
+    model = {name: np.ones(9, np.float32) for name in "ab"}
+    algorithm = gm.DiLoCo(sync_every=4, fragments=2, in_flight=2, overlap_steps=1)
+    mailbox = gm.MemoryMailbox()
+    with gm.Session(model, algorithm=algorithm, mailbox=mailbox, callbacks=(), **QUICK) as session:
+        with monkeypatch.context() as patched:  # joining and leaving may do both
+            threads = Threads(session._parameters, patched)
+            while session.rounds_seen < 6:
+                for array in model.values():
+                    np.multiply(array, 0.99, out=array)
+                session.step(samples=1)
+        busy = {threading.get_ident(), session._thread._thread.ident}
+        assert len(threads.waited) >= 7
+        assert busy.isdisjoint(threads.waited)
+        assert busy.isdisjoint(threads.staged)
+        # What the model takes is what another thread has brought to it.
+        brought = [id(one) for one in threads.brought]
+        assert len(threads.applied) >= 2
+        assert [one for one in threads.applied if id(one) not in brought] == []
 
 
 async def _nothing() -> None:
