@@ -6,14 +6,15 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Buffer, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gradientmail.buffers import BufferPool
-from gradientmail.mailbox import FilesystemMailbox, filesystem, listing, placing
+from gradientmail.mailbox import FilesystemMailbox, filesystem, listing, placing, staging
 from gradientmail.testing.mailbox_contract import MailboxContract
 from gradientmail.testing.mailbox_races import OpenMailbox, content, fill
 
@@ -208,6 +209,43 @@ def test_large_objects_are_read_into_kept_memory(tmp_path: Path) -> None:
 
     run(main())
     assert allocated == [2**20, 2**20]
+
+
+def test_no_object_is_copied_on_its_way_to_the_disk_and_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system writes from the very memory that was given, and reads into what is returned."""
+    written, read = list[range](), list[range]()
+    write, readv = os.write, os.readv
+
+    def place(data: Buffer) -> range:
+        found = np.frombuffer(data, np.uint8)
+        return range(found.ctypes.data, found.ctypes.data + found.nbytes)
+
+    def writes(descriptor: int, data: Buffer) -> int:
+        written.append(place(data))
+        return write(descriptor, data)
+
+    def reads(descriptor: int, buffers: Sequence[Buffer]) -> int:
+        read.extend(map(place, buffers))
+        return readv(descriptor, buffers)
+
+    async def main() -> None:
+        mailbox = FilesystemMailbox(tmp_path)
+        monkeypatch.setattr(staging, "CHUNK_BYTES", 2**20)
+        monkeypatch.setattr(os, "write", writes)
+        monkeypatch.setattr(os, "readv", reads)
+        data = memoryview(bytearray(range(256)) * 10_000)[8:]
+        assert await mailbox.put_if_absent("key", data)
+        found = await mailbox.get("key")
+        assert found is not None
+        monkeypatch.undo()
+        whole = place(data)
+        assert written == [whole[: 2**20], whole[2**20 : 2**21], whole[2**21 :]]
+        assert found == data
+        assert read == [place(found)]
+
+    run(main())
 
 
 def test_nothing_blocks_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
