@@ -12,6 +12,7 @@ from tests.node.worlds import World, train_until
 from tests.session.models import QUICK
 
 import gradientmail as gm
+from gradientmail.algorithm import outer_parts
 from gradientmail.backend.base import Backend
 from gradientmail.backend.numpy import NumpyBackend
 from gradientmail.backend.torch import TorchBackend
@@ -99,6 +100,7 @@ def test_a_node_offloads_all_work_on_tensors_and_bytes(
         commit_dtype=commit_dtype,
         merge=merge,
     )
+    monkeypatch.setattr(outer_parts, "PART", 1)  # so that there is something to hash early
     world, away = World(algorithm), Away()
 
     async def main() -> dict[str, Counter[bool]]:
