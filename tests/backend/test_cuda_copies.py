@@ -303,6 +303,9 @@ class CudaParameter(DeviceTensor):
     def stride(self) -> tuple[int, ...]:
         return self.values.stride()
 
+    def is_neg(self) -> bool:
+        return self.values.is_neg()
+
 
 def test_parameters_on_a_device_go_through_the_side_streams() -> None:
     cuda = Cuda()
