@@ -148,7 +148,7 @@ def test_a_newest_commit_that_cannot_be_read_leaves_the_newest_that_can(
 
         def train(rounds: int) -> None:
             train_until(session, ours, rounds)
-            sent = max(event.round for event in heard.of(events.SnapshotPublished))
+            sent = session._learner._last_published  # which an event tells later
             until(lambda: heard.of(events.RoundCommitted)[-1].round >= sent)
 
         train(2)
@@ -314,7 +314,7 @@ def test_a_commit_that_was_left_out_is_tried_again_when_closing(
 
         monkeypatch.setattr(learner, "settle", settling)
         train_until(session, ours, 5)
-        sent = max(event.round for event in heard.of(events.SnapshotPublished))
+        sent = session._learner._last_published  # which an event tells later
         until(lambda: max((e.round for e in seen.of(events.RoundSeen)), default=-1) >= sent)
         until(lambda: other._node.courier and other._node.courier._left_out)
         damaged = not mended
