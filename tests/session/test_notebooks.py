@@ -59,6 +59,32 @@ def test_a_new_session_on_the_model_closes_the_old_one() -> None:
             first.close()
 
 
+def test_a_step_that_copies_while_another_thread_takes_the_model_over_ends_as_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it still needs is not let go under its hands."""
+    box, model, later = gm.MemoryMailbox(), net(), list[gm.Session]()
+    first = session(box, model, learner_id="a")
+    capture = first._parameters.capture
+
+    def capturing(arrays: Any) -> Callable[[], None]:
+        if not later:
+            taking = threading.Thread(
+                target=lambda: later.append(session(box, model, learner_id="b"))
+            )
+            taking.start()
+            taking.join(60)
+        return capture(arrays)
+
+    monkeypatch.setattr(first._parameters, "capture", capturing)
+    while not later:
+        first.step(samples=1)
+    with pytest.raises(gm.SessionClosed, match="another Session was made with its model"):
+        first.step(samples=1)
+    assert (first.rounds_seen, len(later)) == (-1, 1)
+    later[0].close()
+
+
 def test_a_step_that_waits_in_another_thread_ends() -> None:
     box, model = gm.MemoryMailbox(), net()
     algorithm = gm.DiLoCo(sync_every=2, fragments=1, in_flight=1, overlap_steps=0, quorum_size=2)
