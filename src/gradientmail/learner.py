@@ -9,7 +9,6 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import get_ident
 from time import monotonic, perf_counter
 
 from gradientmail.algorithm.diloco import DiLoCo
@@ -57,7 +56,6 @@ class Learner:
     ) -> None:
         """``versions`` are what the model holds, one a fragment; ``now`` tells seconds."""
         fragments = len(versions)
-        self._made_on = get_ident()
         self._parameters = parameters
         self.versions = versions
         """The commits last aligned with, one a fragment."""
@@ -370,11 +368,10 @@ class Learner:
     def let_go(self) -> None:
         """Hold no memory any more; nothing but ``rounds_seen`` and the counts is of use then.
 
-        Only on its own thread: where another one takes the model over, a step may be under way.
+        On its own thread: elsewhere a step may be under way that needs them.
         """
-        if get_ident() == self._made_on:
-            self.versions = list[Version]()
-            self._sending = None
+        self.versions = list[Version]()
+        self._sending = None
 
     def settle(self) -> None:
         """Set the model to the newest committed version that this node holds of each fragment."""

@@ -81,6 +81,7 @@ class LoopThread:
         self._hashes = DaemonExecutor(HASHES, f"{name}-hashes")
         self.loop.set_default_executor(self._blocking)
         self._process = os.getpid()
+        self._made_on = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -122,6 +123,10 @@ class LoopThread:
         Not by the thread's ``is_alive``: after Ctrl-C in it Python 3.12 says no for ever.
         """
         return self._process == os.getpid()
+
+    def was_made_here(self) -> bool:
+        """Whether this is the thread that made it: the one that trains."""
+        return threading.get_ident() == self._made_on
 
     def check_waitable(self) -> None:
         """Raise ``RuntimeError`` where waiting for the loop would never end."""

@@ -290,6 +290,7 @@ class Node:
         for part in (self.courier, self.syncer):
             if part is not None:
                 part.let_go()
+        self._handoff.let_go()
         self.exchange.deltas.clear()
 
     async def _stop(self, tasks: Iterable[asyncio.Task[None]]) -> None:

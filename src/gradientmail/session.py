@@ -330,13 +330,13 @@ class Session:
                 while self._handoff.events:
                     self._announce(self._handoff.events.popleft())
                 if joined:
-                    self._learner.let_go()
                     name, seen = self.learner_id, self.rounds_seen
                     self._announce(Closed(learner=name, rounds_seen=seen, clean=clean))
             finally:
                 self._thread.stop(0.3)
-                self._handoff.let_go()  # the session's name outlives its ``with`` block
-                self._node.let_go()
+                self._node.let_go()  # the session's name outlives its ``with`` block
+                if joined and self._thread.was_made_here():  # elsewhere a step may be under way
+                    self._learner.let_go()
                 self._pool.trim()
 
     def _say_last_words(self, patience: float, *, finish: bool) -> None:
