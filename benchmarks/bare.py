@@ -1,8 +1,9 @@
 """The work of a round without the library: what an exchange costs at least, on this machine, now.
 
 The same bytes are copied, subtracted, hashed, written, read, summed and stepped, in plain calls of
-PyTorch, hashlib and the file system, one after the other on one thread beside the training: no
-records, no leases, no election, no faults, nothing checked.
+PyTorch, hashlib and the file system, one after the other on one thread beside the training, and
+the files stay for as long as the wire format has them: no records, no leases, no election, no
+faults, nothing checked.
 """
 
 import hashlib
@@ -41,13 +42,15 @@ class BareSession:
             [one.data for one in parameters[p * share : (p + 1) * share or None]]
             for p in range(fragments)
         ]
-        size = max(sum(map(torch.numel, own)) for own in self._fragments)
-        self._snapshot, self._theta, self._momentum = (torch.zeros(size) for _ in range(3))
-        self._fetched = bytearray(4 * size)
+        sizes = [sum(map(torch.numel, own)) for own in self._fragments]
+        self._theta = [
+            torch.cat([one.detach().reshape(-1) for one in own]) for own in self._fragments
+        ]
+        self._momentum = [torch.zeros(0 if rank else size) for size in sizes]
+        self._snapshot, self._fetched = torch.zeros(max(sizes)), torch.zeros(max(sizes))
         self._rank, self._nodes, self._every, self._poll = rank, nodes, every, poll
         self._folder, self._tell = folder, tell
         self._steps = 0
-        self._written: dict[int, list[Path]] = {}
         self._work: threading.Thread | None = None
         self._complete = False
 
@@ -69,8 +72,9 @@ class BareSession:
                 return
             self._work = None
             self.rounds_seen += 1
-            own = self._fragments[self.rounds_seen % len(self._fragments)]
-            torch._foreach_copy_(own, self._parts(self._theta, own))
+            fragment = self.rounds_seen % len(self._fragments)
+            own = self._fragments[fragment]
+            torch._foreach_copy_(own, self._parts(self._theta[fragment], own))
         if self._steps >= self._every:
             self._steps = 0
             number = self.rounds_seen + 1
@@ -87,26 +91,31 @@ class BareSession:
 
     def _exchange(self, number: int) -> None:
         self._complete = False
-        torch.sub(self._snapshot, self._theta, out=self._snapshot)
-        self._put(number, f"delta-{self._rank}", self._snapshot)
+        fragment = number % len(self._fragments)
+        theta, momentum = self._theta[fragment], self._momentum[fragment]
+        merged = self._snapshot[: theta.numel()]
+        torch.sub(merged, theta, out=merged)
+        self._put(number, f"delta-{self._rank}", merged)
         self._tell("published", number)
         if self._rank:
-            self._complete = self._get(number, "theta", 0) is not None
+            self._complete = self._get(number, "theta", 0, theta)
+            if self._complete:
+                self._remove(number)
             return
-        merged = self._snapshot
         merged.norm()
         for other in range(1, self._nodes):
-            found = self._get(number, f"delta-{other}", other)
-            if found is None:
+            found = self._fetched[: theta.numel()]
+            if not self._get(number, f"delta-{other}", other, found):
                 return
             found.norm()
             torch.dot(merged, found)
             merged.add_(found)
-        bare_step(self._theta, merged, self._momentum)
-        self._put(number, "theta", self._theta)
-        self._put(number, "momentum", self._momentum)
+        bare_step(theta, merged, momentum)
+        self._put(number, "theta", theta)
+        self._put(number, "momentum", momentum)
         self._tell("committed", number)
         self._complete = True
+        self._remove(number)
 
     def _put(self, number: int, name: str, tensor: torch.Tensor) -> None:
         data = memoryview(tensor.numpy()).cast("B")
@@ -115,18 +124,23 @@ class BareSession:
         with path.with_suffix(".new").open("wb", buffering=0) as file:
             file.write(data)
         path.with_suffix(".new").rename(path)
-        self._written.setdefault(number, []).append(path)
-        for old in self._written.pop(number - 2, ()):
-            old.unlink()
 
-    def _get(self, number: int, name: str, of: int) -> torch.Tensor | None:
-        """What node ``of`` wrote, or None when that has left without writing it."""
+    def _remove(self, number: int) -> None:
+        """What the sweep after commit ``number`` would: its deltas, and the commit 2·P before."""
+        (self._folder / f"{number}-delta-{self._rank}").unlink()
+        if not self._rank:
+            for path in self._folder.glob(f"{number - 2 * len(self._fragments)}-*"):
+                path.unlink()
+
+    def _get(self, number: int, name: str, of: int, into: torch.Tensor) -> bool:
+        """Read what node ``of`` wrote; whether it had not left without writing it."""
         path, left = self._folder / f"{number}-{name}", self._folder / f"left-{of}"
         while not path.exists():
             if left.exists() and not path.exists():
-                return None
+                return False
             time.sleep(self._poll)
+        data = memoryview(into.numpy()).cast("B")
         with path.open("rb", buffering=0) as file:
-            file.readinto(self._fetched)
-        hashlib.sha256(self._fetched).digest()
-        return torch.frombuffer(self._fetched, dtype=torch.float32)
+            file.readinto(data)
+        hashlib.sha256(data).digest()
+        return True
