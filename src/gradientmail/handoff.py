@@ -1,9 +1,9 @@
 """The only state that the training thread and the loop share.
 
 The training thread posts snapshots and takes arrivals; the loop does the reverse. A field has one
-writer, or what both do to it is one step that the interpreter does not cut: the loop sets
-``repair`` and adds to ``blanks``, the training thread takes out; both take from ``arrivals``, the
-loop what is superseded. ``news`` is raised by the loop after what it announces is in place and
+writer, or what both do to it is one step that the interpreter does not cut: the loop adds to
+``repairs`` and ``blanks``, the training thread takes out; both take from ``arrivals``, the loop
+what is superseded. ``news`` is raised by the loop after what it announces is in place and
 lowered by the training thread before it looks, so that news may be looked at twice and is never
 missed. No lock is taken.
 """
@@ -95,8 +95,8 @@ class Handoff:
     """A round and how many other learners' snapshots are in it."""
     live: int = 1
     """Live learners, this one included."""
-    repair: tuple[int, tuple[str, ...]] | None = None
-    """The round at which parameters turned out not to be finite, and which ones."""
+    repairs: deque[tuple[int, tuple[str, ...]]] = field(default_factory=deque)
+    """Rounds to be published again, each with the tensors that were not finite in it."""
     failure: BaseException | None = None
     """Why this node cannot go on; ``step`` raises it."""
     tell_here: Callable[[Event], None] | None = None

@@ -129,9 +129,9 @@ class Learner:
     def _take_all(self, handoff: Handoff) -> None:
         if handoff.failure is not None:
             raise handoff.failure
-        if handoff.repair is not None:
-            self._repair(*handoff.repair)
-            handoff.repair = None
+        while handoff.repairs:
+            self._repair(*handoff.repairs[0])
+            handoff.repairs.popleft()  # only now, should Ctrl-C come between
         while (arrival := next(iter(tuple(handoff.arrivals)), None)) is not None:
             # It stays in the queue until it is in the model, should Ctrl-C come between. Meanwhile
             # the loop may replace it with a newer one, whose turn it is then.

@@ -189,18 +189,30 @@ def test_a_repair_puts_every_sick_fragment_back_at_once() -> None:
     with torch.no_grad():
         own[names[0][0]].view(-1)[0] = math.nan
         own[names[1][0]].view(-1)[0] = math.inf
-    bench.handoff.repair = (0, (names[0][0],))
+    bench.handoff.repairs.append((0, (names[0][0],)))
     bench.handoff.tell()
     bench.steps(1)
     for value in values(bench.model).values():
         assert torch.equal(value, torch.zeros_like(value))  # the anchors
-    assert bench.handoff.repair is None
+    assert not bench.handoff.repairs
     # Round 0 is still open: it goes out again with the steps since the repair, which lasted until
     # now: that very step counts from the next.
     bench.steps(3)
     sent = bench.sent()
     assert sent[0][0] == 0
     assert sent[0][2] <= 3
+
+
+def test_every_round_that_is_asked_for_again_is_published_again() -> None:
+    """Of two that are asked for between two steps, the earlier one last."""
+    bench = Bench(DiLoCo(sync_every=6, fragments=3, in_flight=3))
+    bench.steps(6)
+    assert [row[0] for row in bench.sent()] == [0, 1, 2]
+    for number in (1, 0):
+        bench.handoff.repairs.append((number, ()))
+    bench.handoff.tell()
+    bench.steps(6)
+    assert [row[0] for row in bench.sent()] == [0, 1, 2]
 
 
 def test_leaving_with_nothing_in_flight_is_immediate() -> None:

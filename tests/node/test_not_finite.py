@@ -3,7 +3,10 @@
 import asyncio
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
+from random import Random
+from typing import override
 
 import numpy as np
 import pytest
@@ -25,6 +28,8 @@ from tests.node.worlds import (
 from gradientmail.algorithm.diloco import DiLoCo, WeightedMean
 from gradientmail.backend.torch import TorchBackend
 from gradientmail.events import ParametersNotFinite, ParametersOutOfRange
+from gradientmail.mailbox.base import Mailbox
+from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 from gradientmail.testing.virtual_time import run_virtual
 from gradientmail.testing.world import train_together
 from gradientmail.verification import verify
@@ -244,6 +249,46 @@ def test_a_second_round_of_the_same_illness_is_mended_once() -> None:
         assert len(happened(nodes[0], ParametersNotFinite)) == 1
 
     run_virtual(main, limit_seconds=2000)
+
+
+class Jittery(WrappedMailbox):
+    """A store whose uploads of deltas take between no time and eight seconds."""
+
+    def __init__(self, inner: Mailbox, seed: int) -> None:
+        super().__init__(inner)
+        self.random = Random(seed)
+
+    @override
+    async def around[T](self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
+        if call.operation == "put_if_absent" and call.key.startswith("blobs/snapshots/"):
+            await asyncio.sleep(8.0 * self.random.random() ** 2)
+        return await act()
+
+
+@pytest.mark.parametrize("in_flight", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_learner_that_was_sick_step_after_step_publishes_again(in_flight: int, seed: int) -> None:
+    """Old snapshots are found sick while newer ones of earlier rounds are, too; none is lost."""
+
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=8, fragments=4, in_flight=in_flight))
+        well = drift(0)
+
+        def change(model: object, local_step: int) -> None:
+            well(model, local_step)
+            if 20 <= local_step < 40:
+                sick_once(0, local_step)(model, local_step)
+
+        node = world.node("a", change=change, wrap=partial(Jittery, seed=seed))
+        await node.join()
+        await node.train(60)
+        before = world.archive.rounds()
+        await node.train(150)
+        assert world.archive.rounds() >= before + 12
+        check_history(world.archive)
+        await node.kill()
+
+    run_virtual(main, limit_seconds=5000)
 
 
 def test_huge_finite_contributions_leave_the_run_finite() -> None:
