@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, override
+from typing import Any, cast, override
 
 import pytest
 from tests.node.history import check_history
@@ -11,9 +11,10 @@ from tests.node.worlds import Archive, World, happened, model_of, train_until, v
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.errors import GradientMailError, PayloadCorrupt
-from gradientmail.events import MomentumLost, RoundCommitted, TaskFailed
+from gradientmail.events import MomentumLost, RoundCommitted, SnapshotRejected, TaskFailed
 from gradientmail.mailbox.base import Mailbox
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
+from gradientmail.testing.simulated import Connection, SimulatedMailbox
 from gradientmail.testing.virtual_time import run_virtual
 
 ALGORITHM = DiLoCo(sync_every=4, fragments=2, in_flight=2)
@@ -142,5 +143,53 @@ def test_going_back_as_the_page_says(what: str, back: int) -> None:
         assert happened(third, TaskFailed) == []
         assert {k: v for k, v in archive.ever.items() if k < record and k in before} == before
         await third.kill()
+
+    run_virtual(main, limit_seconds=900)
+
+
+class DamagedOnce(WrappedMailbox):
+    """A connection that turns over one bit of the first commit's parameters read when armed."""
+
+    armed, key = False, ""
+
+    @override
+    async def around[T](self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
+        found = await act()
+        wanted = call.operation == "get" and call.key.startswith("blobs/rounds/")
+        if wanted and self.armed and isinstance(found, bytes):
+            self.armed, self.key = False, call.key
+            return cast("T", found[:-1] + bytes([found[-1] ^ 1]))
+        return found
+
+
+@pytest.mark.parametrize("away_seconds", [2.6, 2.8, 3.0, 3.2, 3.4])
+def test_one_damaged_read_lets_no_later_commit_pass_the_one_before_it(away_seconds: float) -> None:
+    """The learner would publish from the version before it, and that would be stale."""
+
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=4, fragments=2, in_flight=2))
+        options: dict[str, Any] = {"step_seconds": 0.2, "poll": 1.0, "connection": Connection(0.01)}
+        ahead, behind = world.node("a", **options), world.node("b", wrap=DamagedOnce, **options)
+        await asyncio.gather(ahead.join(), behind.join())
+        box = behind.mailbox
+        assert isinstance(box, DamagedOnce)
+        view = box.inner
+        assert isinstance(view, SimulatedMailbox)
+        training = [asyncio.ensure_future(node.train(2000)) for node in (ahead, behind)]
+        await asyncio.sleep(20)
+        view.connected = False
+        await asyncio.sleep(away_seconds)
+        training[0].cancel()
+        await ahead.kill()
+        rounds = world.archive.rounds()
+        box.armed = view.connected = True
+        await asyncio.sleep(300)
+        training[1].cancel()
+        assert box.key
+        stale = [e for e in happened(behind, SnapshotRejected) if e.reason == "stale"]
+        assert stale == []
+        assert world.archive.rounds() > rounds + 50
+        check_history(world.archive)
+        await behind.kill()
 
     run_virtual(main, limit_seconds=900)
