@@ -82,7 +82,6 @@ class Collector:
             self._backend,
             self._exchange.take,
             averaged=self._run.averaged,
-            sum_in=self._sum_in,
         )
 
     @property
@@ -111,7 +110,7 @@ class Collector:
     def step_seconds(self) -> float | None:
         """Mean time of a step over the contributions that know it, and that can be true."""
         told = (record.step_seconds for record in self.accepted.values())
-        known = [seconds for seconds in told if seconds is not None and seconds <= LONGEST_STEP]
+        known = [seconds for seconds in told if seconds and seconds <= LONGEST_STEP]
         return sum(seconds / len(known) for seconds in known) if known else None
 
     def new(self, found: Mapping[str, bytes]) -> list[str]:
@@ -191,7 +190,9 @@ class Collector:
 
     async def _fold_in(self, record: SnapshotRecord) -> tuple[str, str] | None:
         if self.fold.holds_contributions and not self.fold.keeps_next:
-            await self._offload(self.fold.sum_up)  # which frees them before another is fetched
+            await self._offload(
+                self.fold.sum_up, self._sum_in
+            )  # which frees them before another is fetched
             self._let_own_go()
         measure = partial(self._offload, self._measure)
         try:

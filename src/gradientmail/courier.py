@@ -210,9 +210,8 @@ class Courier:
 
     def _ask_again(self, number: int, not_finite: tuple[str, ...]) -> None:
         """Have the learner publish the round again, and put ``not_finite`` back before."""
-        if self._handoff.repair is None:  # one of an earlier round has later ones published, too
-            self._handoff.repair = (number, not_finite)
-            self._handoff.tell()
+        self._handoff.repairs.append((number, not_finite))
+        self._handoff.tell()
 
     async def _upload(self, outgoing: Outgoing, sealed: Sealed, delta: Delta) -> None:
         healthy = not delta.not_finite
@@ -229,7 +228,7 @@ class Courier:
             tokens=outgoing.tokens if healthy else 0,
             base_version=outgoing.anchor.number,
             rounds_seen=outgoing.rounds_seen,
-            step_seconds=outgoing.step_seconds,
+            step_seconds=outgoing.step_seconds or None,
             schema_digest=self._run.digest,
             final=outgoing.final,
             payload=payload.ref,
@@ -351,9 +350,12 @@ class Courier:
                 payload = await self._versions.theta(record)
             except PayloadCorrupt as error:  # named no longer than this: its frames hold the bytes
                 unreadable = unreadable or str(error)
-                if self._is_new(record) and self._was_last_try(record.round):
-                    self._left_out[record.fragment] = PayloadCorrupt(str(error))
-                    self._post(Arrival(record, None, {}))
+                if not self._is_new(record):
+                    continue
+                if not self._was_last_try(record.round):
+                    break  # with a later one the learner would pass it, and publish from before it
+                self._left_out[record.fragment] = PayloadCorrupt(str(error))
+                self._post(Arrival(record, None, {}))
                 continue
             if payload is None:
                 continue  # swept: a poll tells of what came instead

@@ -403,12 +403,12 @@ def test_sums_may_lie_where_the_first_contribution_lay(
         return first
 
     given = [placed(backend, arrays) for arrays in contributions]
-    over = Fold(merge, specs, backend, take, sum_in=sum_in)
+    over = Fold(merge, specs, backend, take)
     for arrays, more, weight in zip(contributions, given, weights, strict=True):
         assert plain.add(placed(backend, arrays), weight)
         if over.count == 2:
             assert not over.sums_too_few
-            over.sum_up()
+            over.sum_up(sum_in)
             assert over.sums_too_few
             assert not over.holds_contributions
         assert over.add(more, weight)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.node.history import check_history
-from tests.node.worlds import World
+from tests.node.history import check_history, records
+from tests.node.worlds import World, delta_payload, plant_snapshot
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.syncer import moving_average
@@ -70,3 +70,41 @@ def test_estimates_of_a_world_are_the_averages_of_what_happened() -> None:
         assert found[8]["estimates"]["sync"] == pytest.approx(0.4)
 
     run_virtual(main, limit_seconds=500)
+
+
+def test_who_has_measured_no_step_says_so() -> None:
+    """A learner's first snapshot after its first step; an average that began at 0 would lag."""
+
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=2, fragments=2, in_flight=2))
+        nodes = [world.node("a", step_seconds=10.0)]
+        await train_together(nodes, 20)
+        found = check_history(world.archive)
+        told = [
+            json.loads(world.archive.ever[f"snapshots/{record['round']:010d}/a.json"][0])
+            for record in found
+        ]
+        assert [row["step_seconds"] for row in told[:3]] == [None, 10.0, 10.0]
+        assert [record["estimates"]["step"] for record in found[:3]] == [None, 10.0, 10.0]
+
+    run_virtual(main, limit_seconds=500)
+
+
+@pytest.mark.parametrize("told", [None, 0.0])
+def test_an_estimate_of_no_seconds_is_none(told: float | None) -> None:
+    """As another implementation may send it."""
+    world = World(DiLoCo(sync_every=2, fragments=1, in_flight=1))
+
+    async def main() -> None:
+        node = world.node("a", step_seconds=10.0)
+        await node.join()
+        payload = delta_payload(world.archive, 0, 0.1)
+        plant_snapshot(world.archive, 0, "z", payload, step_seconds=told)
+        await node.train(8)
+        await node.kill()
+
+    run_virtual(main, limit_seconds=500)
+    found = records(world.archive)
+    first = next(r for r in found if "z" in [p["learner"] for p in r["participants"]])
+    assert first["round"] == 0
+    assert first["estimates"]["step"] is None

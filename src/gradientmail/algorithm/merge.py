@@ -42,6 +42,9 @@ LARGE = 2**15
 KEPT = 2
 """Contributions that are kept as they came."""
 
+type SumIn = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+"""Given the first contribution's arrays, the F32 ones to sum in."""
+
 CANCELLING = 0.5
 """Below this share of the largest possible ``‖S‖`` its square is not taken from a dot product."""
 
@@ -101,18 +104,14 @@ class Fold:
         take: Take,
         *,
         averaged: Container[str] = (),
-        sum_in: Callable[[Mapping[str, Array]], Mapping[str, Array]] | None = None,
     ) -> None:
         """Fold contributions to ``specs``, in buffers of ``take``.
 
         The tensors named in ``averaged`` take the weighted mean whatever ``merge`` is.
-        ``sum_in`` is given the first contribution's arrays when there have to be sums, and gives
-        F32 ones to sum in; those very ones if they may be written over.
         """
         self._specs = tuple(specs)
         self._backend = backend
         self._take = take
-        self._sum_in = sum_in or self._fresh
         self._direct = {
             spec.name: spec.name in averaged or _is_direct(merge, spec.name) for spec in self._specs
         }
@@ -190,9 +189,13 @@ class Fold:
         """Whether those are summed that would be kept as they came, had no more been fetched."""
         return self._sums is not None and self.count <= KEPT
 
-    def sum_up(self) -> None:
-        """Sum what is kept, so that it is free before more is fetched; ``add`` does it at last."""
-        self._summed_up()
+    def sum_up(self, sum_in: SumIn | None = None) -> None:
+        """Sum what is kept, so that it is free before more is fetched; ``add`` does it at last.
+
+        ``sum_in`` is given the first contribution's arrays, and gives F32 ones to sum in; those
+        very ones if they may be written over.
+        """
+        self._summed_up(sum_in)
 
     def merged(self) -> Merged:
         """The merge of what was added so far; ``ValueError`` when that is nothing."""
@@ -234,16 +237,16 @@ class Fold:
             for spec in self._specs
         )
 
-    def _summed_up(self) -> "_Sums":
+    def _summed_up(self, sum_in: SumIn | None = None) -> "_Sums":
         if self._sums is None:
-            totals = self._sum_in(self._kept[0].arrays)
+            totals = self._fresh() if sum_in is None else sum_in(self._kept[0].arrays)
             self._sums = _Sums(self._direct, self._backend, totals, self._fresh())
             for kept in self._kept:
                 self._sums.add(kept)
             self._kept.clear()
         return self._sums
 
-    def _fresh(self, _: object = None) -> Mapping[str, Array]:
+    def _fresh(self) -> Mapping[str, Array]:
         return {spec.name: fp32_array(self._backend, spec, self._take) for spec in self._specs}
 
     def _combination(self, spec: TensorSpec, shares: list[float]) -> Combination:
