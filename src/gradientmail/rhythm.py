@@ -34,8 +34,8 @@ class Rhythm:
         """So much sooner or later than expected is no surprise."""
 
     def advance(self, now: float) -> None:
-        """A commit was seen."""
-        if self._advanced_at is not None:
+        """A commit was seen; of several seen at one moment nobody knows how long they took."""
+        if self._advanced_at is not None and now > self._advanced_at:
             took = now - self._advanced_at
             if self.round_seconds is None:
                 self.round_seconds, self._deviation = took, took / 8

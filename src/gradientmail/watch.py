@@ -315,15 +315,17 @@ class Watch:
     def _leases_due(self, now: float) -> bool:
         """Once in two rounds while they come as usual; the renewals of the own lease list too.
 
-        When a round is late, who lives matters now: then at once, more often, and when the lease
-        of somebody has run out. So one who died before the round was due holds it up for one
-        timeout from then on, whenever its last beat was noticed.
+        When the lease of somebody has run out, at once; and when a round is late, because who
+        lives matters then: at once, and more often. So one who died before the round was due holds
+        it up for one timeout from then on, whenever its last beat was noticed.
         """
         listed, late_at = self._leases_listed, self._rhythm.late_at
         usual = self._rhythm.round_seconds or self.poll_interval
+        if self._book.has_lost(now):
+            return True
         if now < late_at:
             pause = min(2 * usual, 1.5 * self._lease_every)
-        elif listed < late_at or self._book.has_lost(now):
+        elif listed < late_at:
             return True
         else:  # a longer one would be forgiven them as blindness
             pause = min(max(usual / 2, self._waited() / 16), self._lease_timeout / 4)

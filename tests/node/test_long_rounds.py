@@ -87,3 +87,37 @@ def test_a_node_that_dies_with_a_fresh_beat_delays_a_round_by_one_lease_timeout(
                 await node.kill()
 
     run_virtual(main, limit_seconds=20_000)
+
+
+def test_a_pause_in_training_makes_no_later_loss_longer() -> None:
+    """After it a round is expected to take long; a lease that has run out is noticed all the same.
+
+    One hour without a step, as in a notebook; the node dies some rounds later.
+    """
+
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=10, fragments=2, quorum_size=2))
+        nodes = [
+            world.node(name, poll=1.0, lease_every=60.0, lease_timeout=TIMEOUT) for name in "ab"
+        ]
+        for node in nodes:
+            await node.join()
+
+        async def life(node: SimulatedNode, steps: int) -> None:
+            await node.train(60)
+            await asyncio.sleep(3600)
+            await node.train(steps)
+
+        survivor = asyncio.ensure_future(life(nodes[0], 10**6))
+        await life(nodes[1], 20)
+        await nodes[1].kill()
+        killed, rounds = now(), world.archive.rounds()
+        await next_commit(world)
+        if now() - killed < 10:  # one was under way
+            await next_commit(world)
+        assert world.archive.rounds() <= rounds + 2
+        assert now() - killed <= TIMEOUT + 10
+        survivor.cancel()
+        await nodes[0].kill()
+
+    run_virtual(main, limit_seconds=20_000)

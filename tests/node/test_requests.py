@@ -260,6 +260,19 @@ def test_rhythm() -> None:
     assert rhythm.due_in(3000.0) == 0.0
 
 
+def test_commits_that_are_read_at_one_moment_tell_nothing_of_how_long_rounds_take() -> None:
+    """As whoever joins reads them, or comes back from an outage."""
+    rhythm = Rhythm(1.0, now=0.0)
+    for _ in range(4):
+        rhythm.advance(10.0)
+    assert rhythm.round_seconds is None
+    rhythm.advance(70.0)
+    rhythm.advance(70.0)
+    assert rhythm.round_seconds == 60.0
+    rhythm.advance(130.0)
+    assert (rhythm.round_seconds, rhythm.late_at) == (60.0, 130.0 + 60.0 + 4 * 0.7 * 7.5)
+
+
 def test_long_rounds_are_looked_at_all_the_same() -> None:
     rhythm = Rhythm(1.0, now=0.0)
     rhythm.advance(0.0)
