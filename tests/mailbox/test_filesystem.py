@@ -341,3 +341,24 @@ def test_every_name_is_flushed_before_the_put_returns(
     log.clear()
     run(fill(mailbox, ["a/b/one"]))
     assert log[-3:] == ["fsync a/b", "fsync .", "fsync a"]
+
+
+def test_the_name_of_a_folder_that_another_process_removed_is_flushed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sweep of a closer removes it when it is empty."""
+    flushed: list[str] = []
+    real = filesystem.flush_folder
+
+    def record(folder: str) -> None:
+        flushed.append(os.path.relpath(folder, tmp_path))
+        real(folder)
+
+    monkeypatch.setattr(filesystem, "flush_folder", record)
+    learner, closer = FilesystemMailbox(tmp_path), FilesystemMailbox(tmp_path)
+    for number in range(3):
+        flushed.clear()
+        run(fill(learner, [f"snapshots/{number}/a"]))
+        assert sorted(flushed) == [".", "snapshots", f"snapshots/{number}"]
+        run(closer.delete([f"snapshots/{number}/a"]))
+        assert not (tmp_path / "snapshots").exists()

@@ -280,6 +280,7 @@ class FilesystemMailbox:
             with suppress(FileExistsError):
                 try:
                     os.mkdir(each)
+                    self._known_folders.discard(each)  # it may be there anew, its name unflushed
                 except FileNotFoundError:  # the one above was empty again, and removed
                     self._check_root()
                     return

@@ -10,6 +10,9 @@ from typing import Any
 
 from gradientmail.calls import PendingCall, start_daemon
 
+IDLE_SECONDS = 10.0
+"""A thread without a call for so long ends: mailboxes come and go, and nobody closes them."""
+
 
 class Lanes:
     """Up to ``width`` threads, started as they are needed. Safe from any thread and event loop.
@@ -50,8 +53,9 @@ class Lanes:
         return call.future
 
     def _work(self) -> None:
-        while True:
-            call, bulk = self._next()
+        while (found := self._next()) is not None:
+            call, bulk = found
+            del found
             call.run()
             del call  # and with it what it gave
             if bulk:
@@ -59,10 +63,11 @@ class Lanes:
                     self._bulk_running -= 1
                     self._changed.notify()
 
-    def _next(self) -> tuple[PendingCall[Any], bool]:
-        """Wait for a call that this thread may run; and whether it is bulk."""
+    def _next(self) -> tuple[PendingCall[Any], bool] | None:
+        """Wait for a call that this thread may run, and whether it is bulk; None when it ends."""
         with self._changed:
             self._idle += 1
+            told = True
             try:
                 while True:
                     if self._short:
@@ -70,6 +75,9 @@ class Lanes:
                     if self._bulk and self._bulk_running < self.bulk_width:
                         self._bulk_running += 1
                         return self._bulk.popleft(), True
-                    self._changed.wait()
+                    if not told:  # nor did a call come while it was about to end
+                        self._threads -= 1
+                        return None
+                    told = self._changed.wait(IDLE_SECONDS)
             finally:
                 self._idle -= 1
