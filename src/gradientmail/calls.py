@@ -42,20 +42,37 @@ class PendingCall[T]:
 
 
 async def uncancelled[T](work: Awaitable[T]) -> T:
-    """What ``work`` gives. A ``CancelledError`` that nobody asked this task for is an error in it.
+    """What ``work`` gives; what would end a task or the loop in silence becomes a ``RuntimeError``.
 
-    Passed on, it would end in silence whatever awaits it.
+    That is a ``CancelledError`` that nobody asked this task for, and any other error that is no
+    ``Exception``. Ctrl-C passes where it is one, which is on the main thread.
     """
-    task = asyncio.current_task()
     try:
         return await work
-    except asyncio.CancelledError:
-        if task is None or task.cancelling():
+    except (Exception, GeneratorExit):
+        raise
+    except BaseException as error:
+        if _is_meant(error):
             raise
         raise RuntimeError(
-            "a call of the mailbox or a callback ended in CancelledError, which nobody of this "
-            "node asked for; let it raise MailboxUnavailable if it may be repeated"
+            f"a call of the mailbox or a callback ended in {error!r}, which nobody of this node "
+            "asked for; let it raise MailboxUnavailable if it may be repeated"
         ) from None
+
+
+def _is_meant(error: BaseException) -> bool:
+    """Whether a cancellation was asked for, or Ctrl-C pressed."""
+    if isinstance(error, asyncio.CancelledError):
+        # Looked up here: the error's traceback has the frame of who caught it, and the task has
+        # the error. With a name there both, and all buffers between, would hold each other.
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    return isinstance(error, KeyboardInterrupt) and is_main_thread()
+
+
+def is_main_thread() -> bool:
+    """Whether Ctrl-C may be raised here."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def start_daemon(work: Callable[[], None], name: str, *, others: int) -> threading.Thread | None:

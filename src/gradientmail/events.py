@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gradientmail.calls import is_main_thread
 from gradientmail.event import Callback, Event, shown_bytes, shown_steps
 from gradientmail.health import (  # noqa: F401 - users find all events in this module
     DeltasParallel,
@@ -389,5 +390,7 @@ class Announcer:
         for callback in self._callbacks:
             try:
                 callback(event)
-            except (Exception, SystemExit):  # that would end the loop's thread, and not the process
+            except BaseException as error:  # on the loop's thread it would end that, and no more
+                if isinstance(error, KeyboardInterrupt) and is_main_thread():
+                    raise
                 logger.exception("the callback %r failed on %r", callback, event)

@@ -1,6 +1,7 @@
 """A thread with an event loop, and threads for blocking work, that never keep a process alive."""
 
 import asyncio
+import logging
 import os
 import queue
 import threading
@@ -11,6 +12,8 @@ from functools import partial
 from typing import Any, override
 
 from gradientmail.calls import PendingCall, start_daemon
+
+logger = logging.getLogger("gradientmail")
 
 HASHES = 2 if (os.cpu_count() or 1) > 2 else 1
 """Hashes at a time. Of two cores, a second one would only take one from the training."""
@@ -88,9 +91,19 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_forever()
+            while not self._run_until_stopped():
+                pass
         finally:
             self.loop.close()
+
+    def _run_until_stopped(self) -> bool:
+        """False when ``SystemExit`` or its like came out of a task, whose awaiter has it, too."""
+        try:
+            self.loop.run_forever()
+        except BaseException as error:
+            logger.error("on the background thread a task ended in %r; it goes on", error)
+            return False
+        return True
 
     async def offload[**P, T](
         self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs

@@ -396,5 +396,5 @@ class Session:
         """Close; if the body raised, leave at once, publish and await nothing."""
         if kind is None:
             self.close()
-        else:
+        elif self._thread.is_here():  # a child made by fork has nothing to leave
             self._end(clean=False)

@@ -155,6 +155,7 @@ class Syncer:
         finally:
             state.cancel()
             await asyncio.gather(state, return_exceptions=True)
+            del state  # an error of it has this frame, and would hold itself and what was collected
             self._watch.seek("syncer", None)
             self._watch.undisputed = None
             self._collectors.pop(number, None)

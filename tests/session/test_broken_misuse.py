@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Buffer, Callable, Iterable
 from typing import Any
 
 import pytest
@@ -45,38 +46,80 @@ def test_a_callback_cannot_close_the_session_and_is_told(caplog: pytest.LogCaptu
     assert "cannot be closed from a callback" in caplog.text
 
 
-@pytest.mark.parametrize("end", [SystemExit, asyncio.CancelledError])
-def test_a_callback_that_ends_the_program_does_not_end_the_loop(end: type[BaseException]) -> None:
+class Odd(BaseException):
+    """As ``pytest.fail`` raises: no ``Exception``."""
+
+
+ENDS = [SystemExit, KeyboardInterrupt, asyncio.CancelledError, Odd]
+
+
+def trained_with(box: gm.Mailbox, callback: Callable[[Event], object]) -> bool:
+    """Train four rounds with ``overlap_steps=0``, which waits for the loop; and close."""
+    model, done = net(), list[bool]()
+    algorithm = gm.DiLoCo(sync_every=4, fragments=2, overlap_steps=0)
+    session = gm.Session(model, algorithm=algorithm, mailbox=box, callbacks=[callback], **QUICK)
+    thread = threading.Thread(target=lambda: done.append(run_until(session, model, 4)), daemon=True)
+    thread.start()
+    thread.join(90)
+    session.close()
+    return done == [True]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_callback_that_ends_the_program_does_not_end_the_loop(
+    end: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
     """With ``overlap_steps=0`` the training would wait for a thread that is gone."""
-    model = net()
 
     def leave(event: Event) -> None:
         if isinstance(event, events.RoundCommitted) and event.round == 0:
             raise end
 
-    algorithm = gm.DiLoCo(sync_every=4, fragments=2, overlap_steps=0)
-    session = gm.Session(
-        model, algorithm=algorithm, mailbox=gm.MemoryMailbox(), callbacks=[leave], **QUICK
-    )
-    done: list[object] = []
+    with no_threads_left():
+        assert trained_with(gm.MemoryMailbox(), leave)
+    assert "failed on RoundCommitted" in caplog.text
 
-    def train() -> None:
-        try:
-            done.append(run_until(session, model, 4))
-        except RuntimeError as error:
-            done.append(str(error))
 
-    thread = threading.Thread(target=train, daemon=True)
-    thread.start()
-    thread.join(90)
-    assert done, "the training waits for ever"
-    if end is SystemExit:
-        assert done == [True]
-        session.close()
-    else:
-        assert "CancelledError" in str(done[0])
-        with pytest.raises(RuntimeError, match="CancelledError"):
-            session.close()
+class Ending(gm.MemoryMailbox):
+    """Raises what would end the program, once; in a task of its own if so asked."""
+
+    def __init__(self, end: type[BaseException], operation: str, *, in_a_task: bool) -> None:
+        super().__init__()
+        self.end, self.operation, self.in_a_task = end, operation, in_a_task
+        self.calls = 0
+
+    async def _raise(self) -> None:
+        raise self.end("enough")
+
+    async def _count(self, operation: str, key: str) -> None:
+        if operation != self.operation or not key.startswith("blobs/"):
+            return
+        self.calls += 1
+        if self.calls == 4:
+            await (asyncio.create_task(self._raise()) if self.in_a_task else self._raise())
+
+    async def put_if_absent(self, key: str, data: Buffer, /) -> bool:
+        await self._count("put", key)
+        return await super().put_if_absent(key, data)
+
+    async def delete(self, keys: Iterable[str], /) -> None:
+        wanted = tuple(keys)
+        await self._count("delete", min(wanted, default=""))
+        await super().delete(key for key in wanted)
+
+
+@pytest.mark.parametrize("in_a_task", [False, True])
+@pytest.mark.parametrize("operation", ["put", "delete"])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_mailbox_that_ends_the_program_does_not_end_the_loop(
+    end: type[BaseException], operation: str, in_a_task: bool
+) -> None:
+    """It failed, and is asked again."""
+    box, heard = Ending(end, operation, in_a_task=in_a_task), Events()
+    with no_threads_left():
+        assert trained_with(box, heard)
+    assert box.calls > 4
+    assert any(end.__name__ in event.error for event in heard.of(events.TaskFailed))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +217,11 @@ FORKED = """
             session.close()
         except RuntimeError as error:
             print("child", error, flush=True)
-        sys.exit(7)  # which runs what is registered for the exit
+        try:
+            with session:
+                raise ValueError
+        except ValueError:
+            sys.exit(7)  # which runs what is registered for the exit
     print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
     while session.rounds_seen < 2:
         session.step(samples=1)

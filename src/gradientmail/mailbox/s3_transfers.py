@@ -102,6 +102,7 @@ async def fetch(
         return await first
     finally:
         first.cancel()
+        del first  # an error of it has this frame, and would hold itself and the payload
 
 
 async def _fetch_rest(
@@ -159,7 +160,9 @@ async def side_by_side(work: Iterator[Coroutine[Any, Any, None]], width: int) ->
     try:
         await asyncio.gather(*lanes)
     except BaseException:
-        for one in lanes:
-            one.cancel()
+        for number in range(width):
+            lanes[number].cancel()
         await asyncio.gather(*lanes, return_exceptions=True)
         raise
+    finally:
+        del lanes  # an error of one has this frame, and would hold itself and the payload
