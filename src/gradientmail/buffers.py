@@ -28,7 +28,7 @@ SMALL = 2**16
 GRAIN = max(PAGE, 2**16)
 """Host memory is handed out in multiples of it, so that payloads which differ in a few bytes of
 their headers fit where another one was."""
-RESERVED = 2**34
+ADDRESS_SPACE = 2**34
 """Bytes of address space that host memory is reserved in at a time; memory only once touched."""
 TURNS = 2
 """What was idle while all memory was handed out so many times over is given back to the system."""
@@ -295,7 +295,7 @@ class BufferPool:
 def _reserve(size: int) -> _Block:
     """Address space for host memory of ``size`` bytes or far more; pages come when touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    for nbytes in (max(size, RESERVED), max(size, RESERVED // 64)):
+    for nbytes in (max(size, ADDRESS_SPACE), max(size, ADDRESS_SPACE // 64)):
         with contextlib.suppress(OSError, OverflowError):  # a limit on address space
             mapping = mmap.mmap(-1, nbytes, flags=flags)
             return _Block(memoryview(mapping), mapping)

@@ -20,7 +20,7 @@ from gradientmail.exchange.records import RoundRecord
 from gradientmail.learner import Counts, Learner
 from gradientmail.run import Fragment, Run, arrays_over
 
-LARGEST_COUNT = 2**62
+COUNTS_BELOW = 2**62
 
 FORMAT = 1
 """Of the state; a later version reads older ones."""
@@ -289,7 +289,7 @@ def _check(what: str, value: object, kinds: Mapping[str, type]) -> None:
     for name, kind in kinds.items():
         member = value.get(name)
         good = isinstance(member, kind) and not isinstance(member, bool)
-        if not good or (isinstance(member, int | float) and not 0 <= member < LARGEST_COUNT):
+        if not good or (isinstance(member, int | float) and not 0 <= member < COUNTS_BELOW):
             raise ValueError(
                 f"the {what} is not what state_dict() returned: its {name!r} is {member!r:.80}"
             )

@@ -46,7 +46,7 @@ class MonotonicClock:
 class Offload(Protocol):
     """Runs a function away from the event loop and returns its result.
 
-    In production a small pool of daemon threads; under virtual time the call itself.
+    In production one daemon thread for all; under virtual time the call itself.
     """
 
     async def __call__[**P, T](

@@ -38,7 +38,7 @@ def judge(record: SnapshotRecord, *, digest: str, base_version: int) -> tuple[st
 
 
 class Collector:
-    """The contributions to one round. Used on the loop's thread."""
+    """The contributions to one round. Used on the loop's thread; one call at a time leaves it."""
 
     def __init__(
         self,

@@ -213,8 +213,8 @@ class Session:
         ``overlap_steps``.
 
         Raises:
-            ValueError, TypeError: ``samples`` is not a positive integer.
-            LearnerReplaced: another process joined with this learner's id.
+            ValueError, TypeError: ``samples`` is no positive integer, or the model has changed.
+            LearnerReplaced, or whatever else ended the work in the background for good.
             SessionClosed: the session has been closed.
 
         """

@@ -20,7 +20,11 @@ LARGEST_COUNT = 2**53
 """The largest whole number that an option may be: every JSON reader keeps it exactly."""
 
 PAYLOAD_DTYPES = (None, "F32", "F16", "BF16", "F8_E4M3", "F4")
-"""What ``delta_dtype`` and ``commit_dtype`` can be; ``None`` is each parameter's own dtype."""
+"""What ``delta_dtype`` and ``commit_dtype`` can be.
+
+``None`` is for deltas each parameter's own dtype, and for commits that they carry no update but
+the parameters themselves.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,9 @@ class DiLoCo:
     outer_lr, outer_momentum: η > 0 and β in [0, 1) of the outer Nesterov step.
     merge: how contributions become one delta. partition: how tensors become fragments.
     global_batch_size: what ``Session.batch_size`` divides among the live learners.
-    delta_dtype, commit_dtype: precision of snapshots, and of the updates that commits carry.
+    delta_dtype: precision of snapshots: "F32", "F16", "BF16", "F8_E4M3" or "F4"; None is each
+        parameter's own dtype.
+    commit_dtype: the same for the updates that commits carry; None is no update, but parameters.
     flush_on_close: whether a clean close publishes the steps since the last snapshot first.
     """
 

@@ -50,7 +50,7 @@ CREATIONS = 5
 
 
 class Exchange:
-    """One run in one mailbox. Used on the loop's thread."""
+    """One run in one mailbox. Used on the loop's thread, but for ``deltas`` and ``forget``."""
 
     def __init__(
         self,

@@ -59,6 +59,12 @@ class Mailbox(Protocol):
 MAX_KEY_BYTES = 1024
 """The longest key, in UTF-8, as S3 has it."""
 
+RESERVED = ".tmp"
+"""The first part of keys that stores keep to themselves: what is being written, or tried out."""
+
+POOLED_BYTES = 2**16
+"""Objects from this size on are sent from the caller's memory and read into the pool's."""
+
 
 def check_key(key: str) -> str:
     """Return ``key`` if every store can hold it, else raise ``ValueError`` saying why.
@@ -82,6 +88,18 @@ def check_key(key: str) -> str:
         if part in ("", ".", ".."):
             raise ValueError(f"mailbox key {key!r} is not a relative path of plain names")
     return key
+
+
+def is_key(key: str) -> bool:
+    """Whether a put could have made this key."""
+    try:
+        return check_key(key).partition("/")[0] != RESERVED
+    except ValueError:
+        return False
+
+
+class Abandoned(Exception):
+    """The caller was cancelled; nobody waits for the outcome of this put."""
 
 
 def check_size(key: str, size: int, limit: int | None = None) -> int:

@@ -27,14 +27,11 @@ from pathlib import Path
 
 from gradientmail.buffers import HOST
 from gradientmail.errors import MailboxUnavailable
-from gradientmail.mailbox.base import check_key, check_size, flat
-from gradientmail.mailbox.listing import is_key, list_keys
+from gradientmail.mailbox.base import POOLED_BYTES, RESERVED, check_key, check_size, flat, is_key
+from gradientmail.mailbox.listing import list_keys
 from gradientmail.mailbox.os_errors import NEVER_THERE, NOTHING_THERE, translated
 from gradientmail.mailbox.placing import TRIES, can_link, link_once, rename_once
-from gradientmail.mailbox.staging import STAGING, Staging, flush_folder
-
-POOLED_BYTES = 2**16
-"""Objects from this size on are read into pooled memory."""
+from gradientmail.mailbox.staging import Staging, flush_folder
 
 KNOWN_FOLDERS = 4096
 """How many folders whose names are on the disk are remembered."""
@@ -249,9 +246,9 @@ class FilesystemMailbox:
 
     def _path(self, key: str) -> str:
         """The path of a key; ``ValueError`` for a key that leaves the root or enters ``.tmp``."""
-        if check_key(key).partition("/")[0].casefold() == STAGING:
+        if check_key(key).partition("/")[0].casefold() == RESERVED:
             raise ValueError(
-                f"mailbox key {key!r} lies in {STAGING}, which the store keeps to itself"
+                f"mailbox key {key!r} lies in {RESERVED}, which the store keeps to itself"
             )
         return os.path.join(self.path, key)
 

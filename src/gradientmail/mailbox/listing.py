@@ -3,9 +3,8 @@
 import os
 from collections.abc import Sequence
 
-from gradientmail.mailbox.base import check_key
+from gradientmail.mailbox.base import is_key
 from gradientmail.mailbox.os_errors import NEVER_THERE
-from gradientmail.mailbox.staging import STAGING
 
 
 def list_keys(root: str, prefix: str, after: str) -> Sequence[str]:
@@ -49,12 +48,3 @@ def _children(root: str, base: str, prefix: str, after: str) -> Sequence[str]:
         if error.errno not in NEVER_THERE:
             raise
     return sorted(children)
-
-
-def is_key(key: str) -> bool:
-    """Whether a put could have made this key."""
-    try:
-        check_key(key)
-    except ValueError:
-        return False
-    return key.partition("/")[0] != STAGING

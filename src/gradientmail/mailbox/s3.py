@@ -21,7 +21,16 @@ from typing import Any
 
 from gradientmail.buffers import HOST
 from gradientmail.errors import MailboxRefused, MailboxUnavailable
-from gradientmail.mailbox.base import MAX_KEY_BYTES, check_key, check_size, flat, size_limit
+from gradientmail.mailbox.base import (
+    MAX_KEY_BYTES,
+    POOLED_BYTES,
+    RESERVED,
+    check_key,
+    check_size,
+    flat,
+    is_key,
+    size_limit,
+)
 from gradientmail.mailbox.lanes import Lanes
 from gradientmail.mailbox.s3_client import (
     Addressing,
@@ -34,10 +43,6 @@ from gradientmail.mailbox.s3_probe import broken_condition, tidy
 from gradientmail.mailbox.s3_requests import Damaged, Requests
 from gradientmail.mailbox.s3_transfers import Changed, fetch, send, side_by_side
 
-RESERVED = ".tmp"
-"""The first part of keys that the store keeps to itself, as a folder store does."""
-POOLED_BYTES = 2**16
-"""Objects from this size on are sent and read in place; smaller ones are copied."""
 BATCH = 1000
 """How many keys S3 deletes in one request."""
 MOST_CONNECTIONS = 1000
@@ -179,7 +184,7 @@ class S3Mailbox:
         )
         cut = len(self._base)
         keys = (name[cut:] for name in names if name.startswith(self._base + prefix))
-        return sorted(key for key in keys if key > after and _is_key(key))
+        return sorted(key for key in keys if key > after and is_key(key))
 
     async def delete(self, keys: Iterable[str], /) -> None:
         """Remove ``keys``, all of them checked before the first is removed, 1,000 a request."""
@@ -318,14 +323,6 @@ class _Process:
     """Whether the store honours ``If-None-Match``."""
     batches: bool = True
     """Whether the store deletes several objects in one request, as far as is known."""
-
-
-def _is_key(name: str) -> bool:
-    """Whether a put could have made this key."""
-    try:
-        return check_key(name).partition("/")[0] != RESERVED
-    except ValueError:
-        return False
 
 
 def _checked_bucket(bucket: str) -> str:

@@ -4,6 +4,8 @@ import re
 import threading
 from io import SEEK_CUR, SEEK_END, SEEK_SET
 
+from gradientmail.mailbox.base import Abandoned
+
 MIB = 2**20
 WHOLE_BYTES = 32 * MIB
 """Payloads up to this size are sent and fetched in one request: requests cost money."""
@@ -41,10 +43,6 @@ def cut(nbytes: int, width: int) -> list[tuple[int, int]]:
     size = max(size, -(-nbytes // MAX_PARTS))
     size = -(-size // MIB) * MIB
     return [(start, min(start + size, nbytes)) for start in range(0, nbytes, size)]
-
-
-class Abandoned(Exception):
-    """The caller was cancelled; nobody waits for the outcome of this upload."""
 
 
 class Body:

@@ -10,10 +10,11 @@ from random import Random
 from typing import Any
 
 from gradientmail.errors import MailboxRefused, MailboxUnavailable
+from gradientmail.mailbox.base import Abandoned
 from gradientmail.mailbox.s3_answers import Content, content_of
 from gradientmail.mailbox.s3_client import Addressing, Checksums, make_client
 from gradientmail.mailbox.s3_errors import CODES, Meaning, meaning_of, translate
-from gradientmail.mailbox.s3_parts import Abandoned, Body
+from gradientmail.mailbox.s3_parts import Body
 
 PAUSES_SECONDS = (0.2, 0.4)
 """After a try of a part, a range, a write in conflict, what is left of a deletion; jittered."""

@@ -17,10 +17,8 @@ import threading
 import time
 from contextlib import suppress
 
+from gradientmail.mailbox.base import RESERVED, Abandoned
 from gradientmail.mailbox.os_errors import NO_FOLDER_FLUSH
-
-STAGING = ".tmp"
-"""The name of the folder."""
 
 OLD_SECONDS = 86_400.0
 """Age after which a file is taken for abandoned, wherever its writer ran."""
@@ -32,16 +30,12 @@ TURN = "turn-"
 """First part of the names of the folders in which ``placing.rename_once`` takes turns."""
 
 
-class Abandoned(Exception):
-    """The caller was cancelled; nobody waits for the outcome of this write."""
-
-
 class Staging:
     """The folder of writes in progress below ``root``."""
 
     def __init__(self, root: str) -> None:
         """Name the folder; nothing is touched."""
-        self.folder = os.path.join(root, STAGING)
+        self.folder = os.path.join(root, RESERVED)
         self._host = _host()
 
     def new_path(self) -> str:
