@@ -42,6 +42,11 @@ def moving_average(old: float | None, value: float | None) -> float | None:
     return value if old is None else (1 - DECAY) * old + DECAY * value
 
 
+def least(average: float | None, last: float | None) -> float | None:
+    """The lesser of two that are known; None while there is no average."""
+    return average if average is None or last is None else min(average, last)
+
+
 def grace_seconds(estimates: Estimates, *, gap: int, in_flight: int, overlap: int | None) -> float:
     """How long a round stays open after its quorum, 0 while an estimate is missing.
 
@@ -187,7 +192,7 @@ class Syncer:
                 await self._look_around(collector)
                 continue
             else:
-                ends = quorum_at + self._grace(number)
+                ends = quorum_at + self._grace(number, quorum_at - began)
                 if everyone or now >= ends:
                     if await collector.settle():
                         return Closing(collector, claim, quorum_at - began, now - quorum_at)
@@ -234,10 +239,17 @@ class Syncer:
         if len(collector.accepted) < self._run.algorithm.quorum_size:
             await self._watch.refresh_leases()
 
-    def _grace(self, number: int) -> float:
-        algorithm = self._run.algorithm
+    def _grace(self, number: int, quorum_seconds: float) -> float:
+        """By the estimates, or what it took this time and last time if that is less.
+
+        One slow round, such as a first one that waits for imports, stays in an average for dozens.
+        """
+        algorithm, estimates = self._run.algorithm, self._watch.estimates
+        last = (quorum_seconds, self._committed[1] if self._committed else None)
         return grace_seconds(
-            self._watch.estimates,
+            Estimates(
+                estimates.step, least(estimates.quorum, last[0]), least(estimates.sync, last[1])
+            ),
             gap=self._run.schedule.gap(number),
             in_flight=min(algorithm.in_flight, len(self._run.fragments)),
             overlap=algorithm.overlap_steps,

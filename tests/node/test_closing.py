@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from tests.node.history import check_history
+from tests.node.history import check_history, records
 from tests.node.worlds import (
     World,
     delta_payload,
@@ -19,9 +19,9 @@ from gradientmail.collecting import judge
 from gradientmail.events import SnapshotRejected
 from gradientmail.exchange.records import Estimates, SnapshotRecord
 from gradientmail.syncer import grace_seconds, may_close, moving_average
-from gradientmail.testing.simulated import Connection
+from gradientmail.testing.simulated import Connection, SimulatedMailbox
 from gradientmail.testing.virtual_time import run_virtual
-from gradientmail.testing.world import train_together
+from gradientmail.testing.world import SimulatedNode, train_together
 
 UNKNOWN = Estimates(None, None, None)
 
@@ -319,3 +319,48 @@ def test_the_record_says_when_and_what() -> None:
         ]  # fmt: skip
 
     run_virtual(main, limit_seconds=500)
+
+
+@pytest.mark.parametrize("cut_at", [None, 30.5], ids=["first round", "later"])
+def test_one_slow_round_leaves_nobody_out_of_those_after_it(cut_at: float | None) -> None:
+    """The average of the time to a quorum says for dozens of rounds that it is long.
+
+    20 s before the first step, as imports and compiling take; or the store stands still for 20 s.
+    """
+
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=40, fragments=2))
+        nodes = [
+            world.node(name, step_seconds=0.05, poll=0.3, connection=Connection(0.01))
+            for name in "ab"
+        ]
+
+        async def life(node: SimulatedNode, late_by: float) -> None:
+            await asyncio.sleep(late_by)
+            await node.train(1600)
+
+        def connect(*, connected: bool) -> None:
+            for node in nodes:
+                assert isinstance(node.mailbox, SimulatedMailbox)
+                node.mailbox.connected = connected
+
+        for node in nodes:
+            await node.join()
+        late = (20.0, 20.6) if cut_at is None else (0.0, 0.4)
+        training = asyncio.gather(*map(life, nodes, late))
+        await asyncio.sleep(cut_at or 0.0)
+        connect(connected=cut_at is None)
+        await asyncio.sleep(20)
+        connect(connected=True)
+        slow = world.archive.rounds()
+        await training
+        found = records(world.archive)
+        assert max(record["quorum_seconds"] for record in found) > 4
+        together = [len(record["participants"]) == 2 for record in found[slow + 4 : slow + 44]]
+        print(f"{sum(together)} of {len(together)} rounds have both")
+        assert len(together) >= 20
+        assert sum(together) >= 0.9 * len(together)
+        for node in nodes:
+            await node.kill()
+
+    run_virtual(main, limit_seconds=2000)
