@@ -184,7 +184,7 @@ def report(options: Options, learners: list[Row[Options]], alone: list[Row[Optio
     steps = [row.progress.step - row.progress.first_step for row in learners]
     print(f"\nBits per byte of held-out text, lower is better, after {last + 1} rounds:")
     print(
-        f"  together  {together:.3f}  {len(steps)} learners here, {max(steps)} steps each at most,"
+        f"  together  {together:.3f}  learners here: {len(steps)}, {max(steps)} steps each at most,"
     )
     print(f"                   {sum(steps) * BATCH * CONTEXT:,} bytes read")
     for row in alone:

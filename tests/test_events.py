@@ -68,6 +68,12 @@ SENTENCES: list[tuple[Event, str]] = [
         ),
         "round 3: published final delta of 5 steps (2.0 MiB in 0.50 s)",
     ),
+    (
+        events.SnapshotPublished(
+            round=3, fragment=0, steps=0, tokens=0, nbytes=208, seconds=0.02, final=False
+        ),
+        "round 3: told the others that this learner contributes nothing (208 bytes in 0.02 s)",
+    ),
     (RoundClaimed(round=2, claim=1), "round 2: this node closes it (claim 1)"),
     (
         TookOver(round=2, previous="b", reason="lease", after_seconds=3.0),
@@ -167,6 +173,14 @@ SENTENCES: list[tuple[Event, str]] = [
             "rounds 3 to 6: the learners' deltas are parallel (cosine 0.995 or more), so that"
             " several learn no more than one; probably all of them train on the same data in "
             "the same order: give each its own shard, or a seed of its own"
+        ),
+    ),
+    (
+        events.ParametersStandStill(learner="b", rounds=4),
+        (
+            "the last 4 deltas of b were the same as those before them: its parameters do not "
+            "change from step to step, and it adds nothing to the run. Does the optimizer train "
+            "the very model that the session was given?"
         ),
     ),
     (

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradientmail.event import Event
-from gradientmail.events import DeltasParallel, LearnerMissing, RoundWaits
-from gradientmail.exchange.records import RoundRecord
+from gradientmail.events import DeltasParallel, LearnerMissing, RoundWaits, SnapshotPublished
+from gradientmail.exchange.records import RoundRecord, SnapshotRecord
 
 MISSED = 3
 """Rounds in a row without a live learner after which it is told; then twice as many, and so on."""
@@ -51,6 +51,51 @@ class _Streak:
         """Whether the count is ``first``, or that doubled any number of times."""
         turns, rest = divmod(self.count, first)
         return rest == 0 and turns > 0 and turns & (turns - 1) == 0
+
+
+class Movement:
+    """Whether this learner's deltas ever differ: those of a model that nobody trains do not.
+
+    A fragment's are compared with its own one before, so that frozen ones beside others are no
+    sign of anything.
+    """
+
+    def __init__(self, fragments: int) -> None:
+        """Nothing was published yet."""
+        self._fragments = fragments
+        self._last: dict[int, str] = {}
+        self._streak = _Streak()
+
+    def stands_still(
+        self, fragment: int, record: SnapshotRecord, squares: Mapping[str, float] | None
+    ) -> int:
+        """How many in a row are as before, if that is to be told now, else 0.
+
+        ``squares`` are sums of squares by tensor, if known: a delta that is not zero is none.
+        """
+        sha256, moved = record.payload.sha256, any((squares or {}).values())
+        same = self._last.get(fragment) == sha256 and record.steps > 0 and not moved
+        self._last[fragment] = sha256
+        if not same:
+            self._streak = _Streak()
+            return 0
+        self._streak.add(record.round, sha256)
+        return self._streak.count if self._streak.is_due(max(self._fragments, ALIKE)) else 0
+
+
+def published(
+    record: SnapshotRecord, fragment: int, nbytes: int, seconds: float
+) -> SnapshotPublished:
+    """The event for a snapshot of which ``nbytes`` were uploaded within ``seconds``."""
+    return SnapshotPublished(
+        round=record.round,
+        fragment=fragment,
+        steps=record.steps,
+        tokens=record.tokens,
+        nbytes=nbytes,
+        seconds=seconds,
+        final=record.final,
+    )
 
 
 class Attendance:

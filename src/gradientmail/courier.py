@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Callable, Mapping
 from time import perf_counter
 
-from gradientmail.attendance import explain_silence
+from gradientmail.attendance import Movement, explain_silence, published
 from gradientmail.backend.base import Array, Backend, Parameters
 from gradientmail.blanks import Blanks
 from gradientmail.clock import Clock, Offload, Signal, wait_any, wait_or_sleep
 from gradientmail.collecting import judge
 from gradientmail.deltas import Delta, make_delta
 from gradientmail.errors import PayloadCorrupt, ProtocolError
-from gradientmail.events import Event, SnapshotPublished
+from gradientmail.events import Event, ParametersStandStill
 from gradientmail.exchange import layout
 from gradientmail.exchange.exchange import Exchange
 from gradientmail.exchange.records import RoundRecord, SnapshotRecord, expect_key
@@ -64,6 +64,7 @@ class Courier:
         self._offload = offload
         self._announce = announce
         self._failures = Failures(announce)
+        self._movement = Movement(len(versions))
         self._posted = dict.fromkeys(range(len(versions)), rounds_held(versions))
         """By fragment, the newest round whose commit the learner was given."""
         self._last_published = -1
@@ -251,17 +252,10 @@ class Courier:
         if data is not None:
             self._watch.found_snapshot(outgoing.round, self._learner, data)
         self._watch.hurry(outgoing.round, 4)
-        self._announce(
-            SnapshotPublished(
-                round=outgoing.round,
-                fragment=outgoing.fragment,
-                steps=record.steps,
-                tokens=record.tokens,
-                nbytes=sealed.ref.size,
-                seconds=perf_counter() - outgoing.started,
-                final=outgoing.final,
-            )
-        )
+        took = perf_counter() - outgoing.started
+        self._announce(published(record, outgoing.fragment, sealed.ref.size, took))
+        if count := self._movement.stands_still(outgoing.fragment, record, delta.squares):
+            self._announce(ParametersStandStill(learner=self._learner, rounds=count))
 
     async def _counts(self, outgoing: Outgoing, snapshot: bytes) -> bool:
         """Whether this learner's snapshot that is there already can be merged, payload included."""

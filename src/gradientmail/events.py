@@ -21,6 +21,7 @@ from gradientmail.health import (  # noqa: F401 - users find all events in this 
     NothingShared,
     ParametersNotFinite,
     ParametersOutOfRange,
+    ParametersStandStill,
     RoundWaits,
     StateRestored,
     StoreUnavailable,
@@ -102,10 +103,11 @@ class SnapshotPublished(Event):
 
     def __str__(self) -> str:
         final = "final " if self.final else ""
-        return (
-            f"round {self.round}: published {final}delta of {shown_steps(self.steps)} "
-            f"({shown_bytes(self.nbytes)} in {self.seconds:.2f} s)"
-        )
+        what = f"published {final}delta of {shown_steps(self.steps)}"
+        if not self.steps:
+            what = "told the others that this learner contributes nothing"
+        size = shown_bytes(self.nbytes)
+        return f"round {self.round}: {what} ({size} in {self.seconds:.2f} s)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,23 @@ class DeltasParallel(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParametersStandStill(Event):
+    """This learner counts steps, and its deltas are those of the rounds before, byte for byte."""
+
+    level: ClassVar[int] = logging.WARNING
+    learner: str
+    rounds: int
+    """How many such deltas there were in a row."""
+
+    def __str__(self) -> str:
+        return (
+            f"the last {self.rounds} deltas of {self.learner} were the same as those before them: "
+            "its parameters do not change from step to step, and it adds nothing to the run. Does "
+            "the optimizer train the very model that the session was given?"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerMissing(Event):
     """A learner that lives was in none of the last rounds."""
 

@@ -236,7 +236,7 @@ def test_each_way_of_lying_is_found(box: Mailbox, check: str, detail: str) -> No
 def test_a_store_that_is_away_and_one_that_hangs() -> None:
     soon = Extent(seconds=0.6)
     away = examined(Refuses("get", MailboxUnavailable("connection refused")), soon)
-    assert faults(away)["reachable"].detail == "no answer: connection refused"
+    assert faults(away)["reachable"].detail == "no usable answer: connection refused"
     assert faults(away)["reachable"].advice == UNREACHED
 
     async def hanging() -> Report:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import override
 
 import pytest
@@ -11,10 +12,17 @@ from tests.node.worlds import World, drift, happened
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.attendance import ALONE, Attendance, Waiting, explain_silence
-from gradientmail.events import DeltasParallel, LearnerMissing, RoundWaits, TrainsAlone
+from gradientmail.events import (
+    DeltasParallel,
+    LearnerMissing,
+    ParametersStandStill,
+    RoundWaits,
+    SnapshotPublished,
+    TrainsAlone,
+)
 from gradientmail.mailbox.wrapped import Call, WrappedMailbox
 from gradientmail.testing.virtual_time import run_virtual
-from gradientmail.testing.world import SimulatedNode
+from gradientmail.testing.world import SimulatedNode, train_together
 
 
 def why() -> str:
@@ -356,3 +364,45 @@ def test_whoever_has_joined_is_company_before_its_first_step() -> None:
             await node.kill()
 
     run_virtual(main, limit_seconds=500)
+
+
+def stay(_model: object, _local_step: int) -> None:
+    """As where the optimizer has the parameters of another model."""
+
+
+@pytest.mark.parametrize("delta_dtype", [None, "BF16", "F8_E4M3", "F4"])
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_model_that_nobody_trains_is_told_of(others: int, delta_dtype: str | None) -> None:
+    """By its own node alone, after all fragments and three rounds, then twice as many."""
+
+    async def main() -> None:
+        algorithm = DiLoCo(sync_every=8, fragments=4, quorum_size=1 + others)
+        world = World(replace(algorithm, delta_dtype=delta_dtype))
+        nodes = [world.node("still", change=stay)]
+        nodes += [world.node("well") for _ in range(others)]
+        await train_together(nodes, 50)
+        told = happened(nodes[0], ParametersStandStill)
+        assert [event.rounds for event in told[:3]] == [4, 8, 16]
+        assert {event.learner for event in told} == {"still"}
+        assert all(happened(node, ParametersStandStill) == [] for node in nodes[1:])
+
+    run_virtual(main, limit_seconds=2000)
+
+
+def test_a_model_that_moves_evenly_or_is_frozen_in_part_is_none() -> None:
+    def shift(model: object, _local_step: int) -> None:
+        """The same delta in each round, and one tensor, which is a fragment, that stays."""
+        assert isinstance(model, torch.nn.Module)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name != "embed.weight":
+                    parameter.add_(0.5)
+
+    async def main() -> None:
+        world = World(DiLoCo(sync_every=8, fragments=4, outer_lr=1.0, outer_momentum=0.0))
+        node = world.node("even", change=shift)
+        await train_together([node], 60)
+        assert len(happened(node, SnapshotPublished)) > 20
+        assert happened(node, ParametersStandStill) == []
+
+    run_virtual(main, limit_seconds=2000)

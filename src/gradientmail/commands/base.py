@@ -22,8 +22,8 @@ INTERRUPTED = 130
 UNREAD = 141
 """Exit status when whoever read the output has gone (``| head``), as shells have it."""
 
-UNREACHED = "check the address, and that the store is up"
-"""What to do when a store does not answer."""
+UNREACHED = "check the address, that the store is up, and what its own log says"
+"""What to do when a store does not answer, or only that it cannot now."""
 
 
 class Command(Protocol):

@@ -127,7 +127,7 @@ async def _tried(store: Examination, name: str, check: Check, limit: float) -> F
         return Finding(name, "fault", str(fault), fault.advice)
     except TimeoutError:
         if len(store.failures) > failures:
-            return Finding(name, "fault", f"no answer: {store.failures[-1]}", UNREACHED)
+            return Finding(name, "fault", f"no usable answer: {store.failures[-1]}", UNREACHED)
         if name == "reachable":
             return Finding(name, "fault", f"no answer within {limit:.0f} s", UNREACHED)
         return Finding(name, "skipped", "not done in time", "allow more with --seconds")
