@@ -21,6 +21,7 @@ LAYERS = {
     **dict.fromkeys(
         ("handoff", "run", "progress", "rhythm", "attendance", "loop_thread", "failures", "due"), 3
     ),
+    "estimates": 3,
     **dict.fromkeys(("watch", "deltas", "blanks"), 4),
     **dict.fromkeys(("joining", "election", "collecting", "holding", "sweeping"), 5),
     **dict.fromkeys(("committing", "versions"), 6),

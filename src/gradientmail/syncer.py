@@ -6,7 +6,9 @@ that any node can take its place after any record.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from gradientmail.attendance import Waiting, round_waits
 from gradientmail.backend.base import Backend
@@ -14,6 +16,7 @@ from gradientmail.clock import Clock, Flag, Offload, wait_any, wait_or_sleep
 from gradientmail.collecting import Collector, take_new
 from gradientmail.committing import Closing, Committer
 from gradientmail.election import Election
+from gradientmail.estimates import RECENT, grace_seconds, moving_average, outlived
 from gradientmail.events import (
     Contribution,
     Event,
@@ -31,33 +34,6 @@ from gradientmail.holding import Holding
 from gradientmail.run import Run
 from gradientmail.sweeping import known_keys, stale, sweep_thoroughly
 from gradientmail.watch import Watch
-
-DECAY = 0.1
-
-
-def moving_average(old: float | None, value: float | None) -> float | None:
-    """Exponential, decay 0.1, the first value as it is; unknown values change nothing."""
-    if value is None:
-        return old
-    return value if old is None else (1 - DECAY) * old + DECAY * value
-
-
-def least(average: float | None, last: float | None) -> float | None:
-    """The lesser of two that are known; None while there is no average."""
-    return average if average is None or last is None else min(average, last)
-
-
-def grace_seconds(estimates: Estimates, *, gap: int, in_flight: int, overlap: int | None) -> float:
-    """How long a round stays open after its quorum, 0 while an estimate is missing.
-
-    Half of the time in which the learners can train on without the commit, less what closing
-    takes, and never longer than the learners need to the next round.
-    """
-    step, quorum, sync = estimates.step, estimates.quorum, estimates.sync
-    if step is None or quorum is None or sync is None:
-        return 0.0
-    ahead = in_flight * gap if overlap is None else min(in_flight * gap, overlap)
-    return min(max(ahead * step - (quorum + sync), 0.0) / 2, gap * step)
 
 
 def may_close(accepted: int, quorum_size: int, *, everyone: bool) -> bool:
@@ -98,6 +74,7 @@ class Syncer:
         self._claim: tuple[int, int] | None = None
         """Round and number of the claim that this node holds."""
         self._committed: tuple[int, float] | None = None
+        self._syncs: deque[float] = deque(maxlen=RECENT)
         """The round committed here last, and the seconds from its close to its record."""
         self._commits_in_a_row = 0
         self._collectors: dict[int, Collector] = {}
@@ -192,7 +169,7 @@ class Syncer:
                 await self._look_around(collector)
                 continue
             else:
-                ends = quorum_at + self._grace(number, quorum_at - began)
+                ends = quorum_at + self._grace(number)
                 if everyone or now >= ends:
                     if await collector.settle():
                         return Closing(collector, claim, quorum_at - began, now - quorum_at)
@@ -239,17 +216,17 @@ class Syncer:
         if len(collector.accepted) < self._run.algorithm.quorum_size:
             await self._watch.refresh_leases()
 
-    def _grace(self, number: int, quorum_seconds: float) -> float:
-        """By the estimates, or what it took this time and last time if that is less.
-
-        One slow round, such as a first one that waits for imports, stays in an average for dozens.
-        """
+    def _grace(self, number: int) -> float:
         algorithm, estimates = self._run.algorithm, self._watch.estimates
-        last = (quorum_seconds, self._committed[1] if self._committed else None)
+        known = map(self._watch.progress.history.get, range(number - RECENT, number))
+        quorums = [record.quorum_seconds for record in known if record is not None]
+        estimates = replace(
+            estimates,
+            quorum=outlived(estimates.quorum, quorums),
+            sync=outlived(estimates.sync, self._syncs),
+        )
         return grace_seconds(
-            Estimates(
-                estimates.step, least(estimates.quorum, last[0]), least(estimates.sync, last[1])
-            ),
+            estimates,
             gap=self._run.schedule.gap(number),
             in_flight=min(algorithm.in_flight, len(self._run.fragments)),
             overlap=algorithm.overlap_steps,
@@ -286,6 +263,7 @@ class Syncer:
                 return
             sync_seconds = self._clock.now() - began
             self._committed = (number, sync_seconds)
+            self._syncs.append(sync_seconds)
             self._holding.put(record.fragment, made.held)
             # The one that counts: another closer may have made the same bytes of more snapshots.
             self._announce(_committed(counts, sync_seconds))

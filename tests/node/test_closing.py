@@ -16,9 +16,10 @@ from tests.node.worlds import (
 
 from gradientmail.algorithm.diloco import DiLoCo
 from gradientmail.collecting import judge
+from gradientmail.estimates import grace_seconds, moving_average, outlived
 from gradientmail.events import SnapshotRejected
 from gradientmail.exchange.records import Estimates, SnapshotRecord
-from gradientmail.syncer import grace_seconds, may_close, moving_average
+from gradientmail.syncer import may_close
 from gradientmail.testing.simulated import Connection, SimulatedMailbox
 from gradientmail.testing.virtual_time import run_virtual
 from gradientmail.testing.world import SimulatedNode, train_together
@@ -364,3 +365,20 @@ def test_one_slow_round_leaves_nobody_out_of_those_after_it(cut_at: float | None
             await node.kill()
 
     run_virtual(main, limit_seconds=2000)
+
+
+@pytest.mark.parametrize(
+    ("average", "recent", "expected"),
+    [
+        (None, [1.0, 1.0, 1.0], None),
+        (18.0, [], 18.0),
+        (18.0, [1.0, 1.1], 18.0),
+        (18.0, [20.0, 1.0, 1.1], 18.0),
+        (18.0, [1.0, 1.2, 1.1], 1.2),
+        (1.0, [0.2, 1.8, 0.2], 1.0),
+    ],
+)
+def test_an_average_is_outlived_when_no_recent_value_comes_near_it(
+    average: float | None, recent: list[float], expected: float | None
+) -> None:
+    assert outlived(average, recent) == expected

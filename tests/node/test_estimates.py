@@ -9,7 +9,7 @@ from tests.node.history import check_history, records
 from tests.node.worlds import World, delta_payload, plant_snapshot
 
 from gradientmail.algorithm.diloco import DiLoCo
-from gradientmail.syncer import moving_average
+from gradientmail.estimates import moving_average
 from gradientmail.testing.simulated import Connection
 from gradientmail.testing.virtual_time import run_virtual
 from gradientmail.testing.world import train_together
