@@ -80,7 +80,8 @@ def test_a_store_that_does_not_answer_is_one_line_with_advice(
     monkeypatch.setattr(MemoryMailbox, "list", away)
     assert main(["verify", "memory://away"]) == 1
     assert capsys.readouterr().err == (
-        "gradientmail: listing: connection refused; check the address, and that the store is up\n"
+        "gradientmail: listing: connection refused; check the address, that the store "
+        "is up, and what its own log says\n"
     )
 
 

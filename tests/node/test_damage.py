@@ -162,7 +162,7 @@ class DamagedOnce(WrappedMailbox):
         return found
 
 
-@pytest.mark.parametrize("away_seconds", [2.6, 2.8, 3.0, 3.2, 3.4])
+@pytest.mark.parametrize("away_seconds", [2.6, 3.2])
 def test_one_damaged_read_lets_no_later_commit_pass_the_one_before_it(away_seconds: float) -> None:
     """The learner would publish from the version before it, and that would be stale."""
 

@@ -265,8 +265,8 @@ class Jittery(WrappedMailbox):
         return await act()
 
 
-@pytest.mark.parametrize("in_flight", [2, 3, 4])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("in_flight", [2, 4])
+@pytest.mark.parametrize("seed", range(3))
 def test_a_learner_that_was_sick_step_after_step_publishes_again(in_flight: int, seed: int) -> None:
     """Old snapshots are found sick while newer ones of earlier rounds are, too; none is lost."""
 

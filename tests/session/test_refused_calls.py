@@ -19,12 +19,10 @@ from gradientmail import events
 from gradientmail.buffers import HOST
 from gradientmail.calls import uncancelled
 from gradientmail.committing import all_ended
-from gradientmail.errors import MailboxUnavailable
 from gradientmail.mailbox.s3_transfers import side_by_side
 
 REFUSALS = {
     "full": OSError(errno.ENOSPC, "no space left on device"),
-    "away": MailboxUnavailable("away"),
     "ended": SystemExit("enough"),
 }
 
@@ -76,8 +74,10 @@ def lent_after(sessions: list[gm.Session], models: list[list[np.ndarray]], round
 
 
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("refusal", REFUSALS)
-@pytest.mark.parametrize("operation", ["put", "get"])
+@pytest.mark.parametrize(
+    ("operation", "refusal"),
+    [("put", "full"), ("get", "full"), ("put", "ended"), ("get", "ended")],
+)
 def test_refused_calls_hold_no_memory(operation: str, refusal: str) -> None:
     box, heard = Refusing(operation, REFUSALS[refusal]), list[events.Event]()
     models = [[np.zeros(300_000, np.float32) for _ in range(2)] for _ in range(2)]
@@ -94,9 +94,9 @@ def test_refused_calls_hold_no_memory(operation: str, refusal: str) -> None:
     ]
     before = lent_after(sessions, models, 20)
     box.refusing = True
-    after = lent_after(sessions, models, 24)
+    after = lent_after(sessions, models, 32)
     box.refusing = False
-    assert box.calls >= 24
+    assert box.calls >= 32
     # Both hold what a round needs: of each refused one two payloads and more would be left.
     print(f"{before} bytes are lent, {after} after refusals")
     assert after <= before + 6 * 1_200_000
