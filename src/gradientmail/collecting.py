@@ -190,9 +190,8 @@ class Collector:
 
     async def _fold_in(self, record: SnapshotRecord) -> tuple[str, str] | None:
         if self.fold.holds_contributions and not self.fold.keeps_next:
-            await self._offload(
-                self.fold.sum_up, self._sum_in
-            )  # which frees them before another is fetched
+            # Frees them before another is fetched.
+            await self._offload(self.fold.sum_up, self._sum_in)
             self._let_own_go()
         measure = partial(self._offload, self._measure)
         try:
